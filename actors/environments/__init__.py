@@ -1,0 +1,1 @@
+"""Atropos environments that come with Lachesis."""

@@ -1,0 +1,218 @@
+"""The configuration of a run: one tree of pydantic models, shared by all roles.
+
+Every knob has a docstring and a default that works; unknown keys and wrong types are errors that name the key.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Address = Annotated[str, Field(pattern=r"^tcp://[^:/]+:\d+$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class Section(BaseModel):
+    """Base of every part of the tree: strict types, no unknown keys, immutable, docstrings as descriptions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class Run(Section):
+    """What this run is called, where it writes and how long it goes on."""
+
+    name: Name = "run"
+    """Name of the run; the default folder is runs/NAME."""
+    folder: str | None = None
+    """Run folder: config, logs, metrics, checkpoints, summary, report. Default: runs/NAME."""
+    steps: Positive = 40
+    """Batches to train; one batch makes one new policy version."""
+    seed: int = 0
+    """Seed of everything random in every role."""
+    evaluate_every: NonNegative = 0
+    """Evaluate on held-out items each time this many versions were trained; 0: only before the first and after the last."""
+
+
+class Model(Section):
+    """The policy that is trained and served."""
+
+    path: str = "smollm2-135m-instruct"
+    """Folder in Hugging Face format, or the name of an embedded model (smollm2-135m-instruct)."""
+
+
+class Queue(Section):
+    """The replay queue."""
+
+    address: Address = "tcp://127.0.0.1:5710"
+    """Where the queue listens and its clients connect. Loopback only."""
+    batch_groups: Positive = 8
+    """B: groups in one batch."""
+    max_bytes: Positive = 1 << 30
+    """Bytes of trajectories that the queue holds before it answers `full`."""
+    heartbeat_seconds: Seconds = 10.0
+    """An actor that was silent for this long is gone: its tickets are voided."""
+
+
+class Staleness(Section):
+    """How old a token may be when it is trained."""
+
+    max: NonNegative = 2
+    """S: the hard bound, in versions. 0 makes the run synchronous."""
+    late: Literal["wait", "drop"] = "wait"
+    """What a batch does about a group that is due and not there: wait for it, or drop it at once."""
+    late_seconds: Seconds = 120.0
+    """How long `wait` waits before the late group is dropped and counted."""
+
+
+class Engine(Section):
+    """The vLLM server of an actor."""
+
+    max_model_len: Positive = 1024
+    """Longest sequence, prompt and answer together, in tokens."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0
+    """KV-cache memory in GiB (CPU: VLLM_CPU_KVCACHE_SPACE, rounded up; GPU: --kv-cache-memory-bytes)."""
+    max_num_seqs: Positive = 64
+    """Sequences that one scheduler step may run together."""
+    tensor_parallel: Positive = 1
+    """Workers that share one engine."""
+    cores: str | None = None
+    """CPU cores for the engine's threads ("0" or "0-1"); default: the scheduler decides."""
+    threads: Positive | None = None
+    """OpenMP threads of the engine on a CPU; default: one a core."""
+    start_seconds: Seconds = 300.0
+    """Deadline for the engine to answer its first health check."""
+    arguments: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further arguments of vLLM's server, by their long names without dashes in front ({"enable-chunked-prefill": true})."""
+
+
+class Environment(Section):
+    """One Atropos environment, run by every actor."""
+
+    path: str = "arithmetic"
+    """Name of an environment that comes with Lachesis (arithmetic, gsm8k) or path of a file with a BaseEnv subclass."""
+    name: Name = "arithmetic"
+    """Name in logs and metrics."""
+    workers: Positive = 16
+    """Groups that this environment works on at once, at most."""
+    group_size: Positive = 8
+    """G: trajectories a group."""
+    max_token_length: Positive = 512
+    """Longest trajectory in tokens."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of the environment's own config class."""
+
+
+class Actor(Section):
+    """Rollout actors; each is one vLLM server with its gateway, trajectory API and environments."""
+
+    count: Positive = 1
+    """Actors that `lachesis launch` starts."""
+    port: NonNegative = 0
+    """Port of the gateway and the trajectory API on 127.0.0.1; 0 takes a free one (an actor of index i takes port + i)."""
+    advantages: Literal["given", "group", "mean", "loo"] = "group"
+    """Token advantages unless the environment gave them: `group` (R-mean)/std, `mean` R-mean, `loo` R-mean of the others; `given`: only the environment's."""
+    kv: Literal["recompute", "keep"] = "recompute"
+    """KV cache of running requests when new weights become active: recompute it under them, or keep it."""
+    engine: Engine = Field(default_factory=Engine)
+    """The vLLM server."""
+
+
+class Correction(Section):
+    """The off-policy correction and its constants (docs/objective.md)."""
+
+    name: Literal["none", "ppo", "tis", "decoupled", "dppo"] = "ppo"
+    """Which one."""
+    proximal: Literal["behaviour", "recompute"] | None = None
+    """Where the proximal log-prob comes from; default: the first that the correction takes."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """ppo, tis, decoupled: lower clip 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """ppo, tis, decoupled: upper clip 1 + clip_high."""
+    cap: Annotated[float, Field(gt=0)] | None = None
+    """tis: cap of the importance weight (default 2). decoupled: tokens with a larger weight are masked (default 5)."""
+    delta: Annotated[float, Field(gt=0)] = 0.2
+    """dppo: tokens whose probability moved by more than this in the advantage's direction are masked."""
+    kappa: Annotated[float, Field(ge=0)] = 1e-3
+    """dppo: weight of the squared log-ratio."""
+
+
+class Learner(Section):
+    """The DeepSpeed ZeRO-3 learner."""
+
+    ranks: Positive = 1
+    """Processes that share the model, on this node."""
+    threads: Positive | None = None
+    """Torch threads a rank on a CPU; default: all cores divided by the ranks."""
+    cores: str | None = None
+    """CPU cores that the learner may use ("1" or "0-1"); default: all."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the learner computes; auto: cuda where there is one."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Compute and published precision: bf16 (fp32 master weights), or fp32 (tests; published as bf16 all the same)."""
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Learning rate of AdamW, constant after the warm-up."""
+    warmup_steps: NonNegative = 0
+    """Optimizer steps over which the learning rate grows linearly from lr/warmup_steps."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's betas."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's weight decay."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+    mini_batches: Positive = 1
+    """Optimizer steps inside one batch."""
+    micro_batch_tokens: Positive = 2048
+    """Token budget of one forward and backward pass on one rank, padding included."""
+    share_prompts: bool = True
+    """Pack a group's prompt once with its completions after it under a 4-D mask."""
+    correction: Correction = Field(default_factory=Correction)
+    """Off-policy correction."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Lambda: a token of staleness s counts lambda^s; 1 turns it off."""
+    checkpoint_every: Positive = 10
+    """Versions between two checkpoints (there is always one at the end)."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints to keep."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _betas_from_yaml(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("betas"), list):
+            return {**value, "betas": tuple(value["betas"])}
+        return value
+
+
+class Weights(Section):
+    """Publication of new policies to the actors."""
+
+    address: Address = "tcp://127.0.0.1:5711"
+    """Control address of the publisher: membership, announcements, the stream channel. Loopback only."""
+    channel: Literal["collective", "stream"] = "collective"
+    """How members get deltas: torch collectives (gloo on CPUs, nccl on GPUs) or ZeroMQ. Joiners always stream."""
+    deadline_seconds: Seconds = 30.0
+    """What a dead or hanging member costs at most, once."""
+
+
+class Config(Section):
+    """A run."""
+
+    run: Run = Field(default_factory=Run)
+    """Name, folder, length, seed."""
+    model: Model = Field(default_factory=Model)
+    """The policy."""
+    queue: Queue = Field(default_factory=Queue)
+    """The replay queue."""
+    staleness: Staleness = Field(default_factory=Staleness)
+    """The bound and what is done to keep it."""
+    actor: Actor = Field(default_factory=Actor)
+    """The rollout actors."""
+    environments: Annotated[list[Environment], Field(min_length=1)] = Field(default_factory=lambda: [Environment()])
+    """What the actors' environments are."""
+    learner: Learner = Field(default_factory=Learner)
+    """The learner."""
+    weights: Weights = Field(default_factory=Weights)
+    """Publication."""

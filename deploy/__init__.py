@@ -1,0 +1,1 @@
+"""Launching roles on one node: supervision, the live panel, summary and report."""

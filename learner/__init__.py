@@ -1,0 +1,1 @@
+"""The learner: batches from the replay queue, staleness-aware GRPO, DeepSpeed ZeRO-3, publication."""

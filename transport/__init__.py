@@ -1,0 +1,1 @@
+"""What crosses a process boundary: messages, sockets, the replay queue and its clients."""

@@ -1,0 +1,386 @@
+"""Wire types and their msgpack form.
+
+Everything that crosses a process boundary is one msgpack map. Arrays travel as raw little-endian bytes inside it
+(msgpack `bin`), each with the dtype that this file fixes, so a receiver allocates nothing that it did not check first.
+Every message carries the schema version; an unknown one is refused with both versions named.
+
+    >>> group = Group(group_id="7:0", ticket=7, actor="a0", environment="sums", trajectories=(trajectory,))
+    >>> Group.from_wire(unpack(pack(group.to_wire()))) == group
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgpack
+import numpy as np
+
+SCHEMA = 1
+"""Version of every message in this file. It grows with any change of meaning or layout."""
+
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+"""A frame longer than this is refused unread."""
+
+MAX_TRAJECTORIES = 4096
+MAX_TOKENS = 4 * 1024 * 1024
+MAX_TEXT = 4096
+
+UNSAMPLED = -1
+"""Version of a token that no policy sampled (prompt, tool output)."""
+
+SENTINEL_LOGPROB = -9000.0
+"""vLLM writes -9999 for a missing, NaN or infinite log-prob: anything at or below this is invalid."""
+
+
+class MessageError(ValueError):
+    """A message is malformed. The text names the field, the value and what was expected."""
+
+
+class SchemaError(MessageError):
+    """The message was written under another schema version."""
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """Encode one message (a map of plain values and `bytes`) and stamp it with the schema version."""
+    return msgpack.packb({"schema": SCHEMA, **message}, use_bin_type=True)
+
+
+def unpack(frame: bytes | memoryview) -> dict[str, Any]:
+    """Decode one message.
+
+    Raises MessageError when the frame is oversized, is not msgpack or is not a map, and SchemaError when it was written
+    under another schema version.
+    """
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"frame: {len(frame)} bytes, expected at most {MAX_MESSAGE_BYTES}")
+    try:
+        message = msgpack.unpackb(frame, raw=False, strict_map_key=True, use_list=True)
+    except Exception as error:  # msgpack raises a dozen types on garbage
+        raise MessageError(f"frame: not msgpack ({type(error).__name__}: {error})") from None
+    if not isinstance(message, dict):
+        raise MessageError(f"frame: {type(message).__name__}, expected a map")
+    schema = message.pop("schema", None)
+    if schema != SCHEMA:
+        raise SchemaError(f"schema: version {schema!r}, this process speaks version {SCHEMA}")
+    return message
+
+
+def take(message: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
+    """`message[key]`, checked to be of `kind` (bool is not an int here; an int is accepted as a float)."""
+    if key not in message:
+        raise MessageError(f"{key}: missing")
+    value = message[key]
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if isinstance(value, bool) and bool not in kinds:
+        raise MessageError(f"{key}: {value!r}, expected {_kind_names(kinds)}")
+    if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
+        return float(value)
+    if not isinstance(value, kinds):
+        raise MessageError(f"{key}: {_short(value)}, expected {_kind_names(kinds)}")
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        raise MessageError(f"{key}: {len(value)} characters, expected at most {MAX_TEXT}")
+    return value
+
+
+def _kind_names(kinds: tuple[type, ...]) -> str:
+    return " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _array(message: dict[str, Any], key: str, dtype: str, length: int) -> np.ndarray:
+    raw = take(message, key, bytes)
+    expected = length * np.dtype(dtype).itemsize
+    if len(raw) != expected:
+        raise MessageError(f"{key}: {len(raw)} bytes, expected {expected} ({length} x {dtype})")
+    return np.frombuffer(raw, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """One token sequence of one or more turns. All arrays have the same length n and are read-only views."""
+
+    tokens: np.ndarray
+    """int32 [n]: the ids that the engine saw and sampled, never retokenised text."""
+    mask: np.ndarray
+    """uint8 [n]: 1 on tokens to train (sampled by the policy), 0 elsewhere. mask[0] is 0: nothing predicts it."""
+    logprobs: np.ndarray
+    """float32 [n]: behaviour log-prob, in nats, at the sampling temperature; 0 where mask is 0."""
+    versions: np.ndarray
+    """int32 [n]: policy version that sampled the token; UNSAMPLED where mask is 0."""
+    advantages: np.ndarray
+    """float32 [n]: token advantage; 0 where mask is 0."""
+    score: float
+    """The environment's reward of the whole sequence."""
+    finished: bool = True
+    """Whether the last turn ended by itself (not cut by a length limit)."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trajectory):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return 17 * len(self.tokens)
+
+    def validate(self, *, where: str = "trajectory") -> None:
+        """Raise MessageError, naming field and value, unless the arrays agree with each other and are finite."""
+        n = len(self.tokens)
+        if n < 2 or n > MAX_TOKENS:
+            raise MessageError(f"{where}.tokens: {n} tokens, expected 2 to {MAX_TOKENS}")
+        for name, dtype in (
+            ("tokens", np.int32),
+            ("mask", np.uint8),
+            ("logprobs", np.float32),
+            ("versions", np.int32),
+            ("advantages", np.float32),
+        ):
+            array = getattr(self, name)
+            if array.dtype != dtype or array.shape != (n,):
+                raise MessageError(
+                    f"{where}.{name}: {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)}[{n}]"
+                )
+        mask = self.mask
+        if mask.max() > 1:
+            raise MessageError(f"{where}.mask: value {int(mask.max())}, expected 0 or 1")
+        if mask[0]:
+            raise MessageError(f"{where}.mask: first token is trained, but nothing predicts it")
+        if self.tokens.min() < 0:
+            raise MessageError(f"{where}.tokens: id {int(self.tokens.min())}, expected 0 or more")
+        on = mask.astype(bool)
+        for name in ("logprobs", "advantages"):
+            array = getattr(self, name)
+            if not np.isfinite(array).all():
+                at = int(np.flatnonzero(~np.isfinite(array))[0])
+                raise MessageError(f"{where}.{name}[{at}]: {array[at]}, expected a finite number")
+            if array[~on].any():
+                at = int(np.flatnonzero((array != 0) & ~on)[0])
+                raise MessageError(f"{where}.{name}[{at}]: {array[at]} on a token with mask 0, expected 0")
+        if on.any():
+            lowest, highest = float(self.logprobs[on].min()), float(self.logprobs[on].max())
+            if lowest <= SENTINEL_LOGPROB:
+                raise MessageError(f"{where}.logprobs: {lowest} marks a missing log-prob")
+            if highest > 1e-3:
+                raise MessageError(f"{where}.logprobs: {highest}, expected 0 or less")
+            if self.versions[on].min() < 0:
+                raise MessageError(f"{where}.versions: {int(self.versions[on].min())} on a trained token")
+        if (self.versions[~on] != UNSAMPLED).any():
+            raise MessageError(f"{where}.versions: a token with mask 0 has a version, expected {UNSAMPLED}")
+        if not math.isfinite(self.score):
+            raise MessageError(f"{where}.score: {self.score}, expected a finite number")
+
+    def to_wire(self) -> dict[str, Any]:
+        """The msgpack map of this trajectory."""
+        return {
+            "n": len(self.tokens),
+            "tokens": self.tokens.tobytes(),
+            "mask": self.mask.tobytes(),
+            "logprobs": self.logprobs.tobytes(),
+            "versions": self.versions.tobytes(),
+            "advantages": self.advantages.tobytes(),
+            "score": self.score,
+            "finished": self.finished,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Any, *, where: str = "trajectory") -> Trajectory:
+        """Decode and check shapes; call `validate` for values. Raises MessageError."""
+        if not isinstance(wire, dict):
+            raise MessageError(f"{where}: {type(wire).__name__}, expected a map")
+        try:
+            n = take(wire, "n", int)
+            if not 0 <= n <= MAX_TOKENS:
+                raise MessageError(f"n: {n}, expected 0 to {MAX_TOKENS}")
+            return cls(
+                tokens=_array(wire, "tokens", "<i4", n),
+                mask=_array(wire, "mask", "u1", n),
+                logprobs=_array(wire, "logprobs", "<f4", n),
+                versions=_array(wire, "versions", "<i4", n),
+                advantages=_array(wire, "advantages", "<f4", n),
+                score=take(wire, "score", float),
+                finished=take(wire, "finished", bool),
+            )
+        except MessageError as error:
+            raise MessageError(f"{where}.{error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The trajectories sampled for one prompt: the unit of the queue."""
+
+    group_id: str
+    """`ticket:index`, or without a ticket a hash of the content (`content_id`)."""
+    ticket: int | None
+    actor: str
+    environment: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, the size that queue budgets count."""
+        return sum(t.nbytes for t in self.trajectories)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The distinct policy versions of the trained tokens, ascending."""
+        if not self.trajectories:
+            return ()
+        every = np.concatenate([t.versions for t in self.trajectories])
+        return tuple(int(v) for v in np.unique(every[every >= 0]))
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens with mask 1."""
+        return sum(int(t.mask.sum()) for t in self.trajectories)
+
+    def validate(self) -> None:
+        """Raise MessageError unless every trajectory is valid and at least one token is to be trained."""
+        if not 1 <= len(self.trajectories) <= MAX_TRAJECTORIES:
+            raise MessageError(f"trajectories: {len(self.trajectories)}, expected 1 to {MAX_TRAJECTORIES}")
+        for i, trajectory in enumerate(self.trajectories):
+            trajectory.validate(where=f"trajectories[{i}]")
+        if not self.trained_tokens:
+            raise MessageError("trajectories: no token has mask 1, expected at least one")
+
+    def to_wire(self) -> dict[str, Any]:
+        """The msgpack map of this group."""
+        return {
+            "group_id": self.group_id,
+            "ticket": self.ticket,
+            "actor": self.actor,
+            "environment": self.environment,
+            "trajectories": [t.to_wire() for t in self.trajectories],
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> Group:
+        """Decode and check shapes; call `validate` for values. Raises MessageError."""
+        if not isinstance(wire, dict):
+            raise MessageError(f"group: {type(wire).__name__}, expected a map")
+        trajectories = take(wire, "trajectories", list)
+        if len(trajectories) > MAX_TRAJECTORIES:
+            raise MessageError(f"trajectories: {len(trajectories)}, expected 1 to {MAX_TRAJECTORIES}")
+        return cls(
+            group_id=take(wire, "group_id", str),
+            ticket=take(wire, "ticket", (int, type(None))),
+            actor=take(wire, "actor", str),
+            environment=take(wire, "environment", str),
+            trajectories=tuple(
+                Trajectory.from_wire(t, where=f"trajectories[{i}]") for i, t in enumerate(trajectories)
+            ),
+        )
+
+
+def content_id(trajectories: tuple[Trajectory, ...]) -> str:
+    """Identity of a group without a ticket: a hash of tokens, masks, scores and provenance (32 hex digits)."""
+    digest = hashlib.blake2b(digest_size=16)
+    for t in trajectories:
+        for array in (t.tokens, t.mask, t.logprobs, t.versions):
+            digest.update(len(array).to_bytes(8, "little"))
+            digest.update(array.tobytes())
+        digest.update(np.float64(t.score).tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Scores of the groups that ended since the last lease, trained or not, so that the reward curve has no bias
+    towards groups with variance."""
+
+    groups: int = 0
+    sequences: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Mean score a sequence; NaN when there was none."""
+        return self.total / self.sequences if self.sequences else math.nan
+
+    @property
+    def std(self) -> float:
+        """Standard deviation over sequences; NaN when there was none."""
+        if not self.sequences:
+            return math.nan
+        return math.sqrt(max(0.0, self.squares / self.sequences - self.mean**2))
+
+    def __add__(self, other: Scores) -> Scores:
+        return Scores(
+            groups=self.groups + other.groups,
+            sequences=self.sequences + other.sequences,
+            total=self.total + other.total,
+            squares=self.squares + other.squares,
+        )
+
+    @classmethod
+    def of(cls, scores: list[float]) -> Scores:
+        """The scores of one group."""
+        return cls(groups=1, sequences=len(scores), total=sum(scores), squares=sum(s * s for s in scores))
+
+    def to_wire(self) -> dict[str, Any]:
+        """The msgpack map."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> Scores:
+        """Decode. Raises MessageError."""
+        if not isinstance(wire, dict):
+            raise MessageError(f"scores: {type(wire).__name__}, expected a map")
+        scores = cls(
+            groups=take(wire, "groups", int),
+            sequences=take(wire, "sequences", int),
+            total=take(wire, "total", float),
+            squares=take(wire, "squares", float),
+        )
+        if scores.groups < 0 or scores.sequences < 0 or not math.isfinite(scores.total + scores.squares):
+            raise MessageError(f"scores: {scores}, expected counts of 0 or more and finite sums")
+        return scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one lease hands to the learner: B groups to train version `version` with."""
+
+    version: int
+    """The version to be trained: staleness is measured from it."""
+    groups: tuple[Group, ...]
+    distances: dict[int, int] = field(default_factory=dict)
+    """For every version among the groups' trained tokens: its distance to `version` in the lineage tree."""
+    scores: Scores = field(default_factory=Scores)
+    """Scores of all groups that ended since the last lease, those dropped for lack of variance included."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Groups dropped since the queue started, by reason."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """The msgpack map of this batch."""
+        return {
+            "version": self.version,
+            "groups": [g.to_wire() for g in self.groups],
+            "distances": [[v, d] for v, d in self.distances.items()],
+            "scores": self.scores.to_wire(),
+            "dropped": self.dropped,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> Batch:
+        """Decode. Raises MessageError."""
+        if not isinstance(wire, dict):
+            raise MessageError(f"batch: {type(wire).__name__}, expected a map")
+        return cls(
+            version=take(wire, "version", int),
+            groups=tuple(Group.from_wire(g) for g in take(wire, "groups", list)),
+            distances={int(v): int(d) for v, d in take(wire, "distances", list)},
+            scores=Scores.from_wire(take(wire, "scores", dict)),
+            dropped={str(k): int(v) for k, v in take(wire, "dropped", dict).items()},
+        )

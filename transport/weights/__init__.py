@@ -1,0 +1,1 @@
+"""Lossless weight deltas: codec, version log, channels and membership."""
