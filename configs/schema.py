@@ -113,6 +113,8 @@ class Actor(Section):
     """Actors that `lachesis launch` starts."""
     port: NonNegative = 0
     """Port of the gateway and the trajectory API on 127.0.0.1; 0 takes a free one (an actor of index i takes port + i)."""
+    gpus: list[NonNegative] | None = None
+    """CUDA devices of this node's actors, `tensor_parallel` of them each, in the order of the actors' indices."""
     advantages: Literal["given", "group", "mean", "loo"] = "group"
     """Token advantages unless the environment gave them: `group` (R-mean)/std, `mean` R-mean, `loo` R-mean of the others; `given`: only the environment's."""
     kv: Literal["recompute", "keep"] = "recompute"
@@ -149,6 +151,8 @@ class Learner(Section):
     """Torch threads a rank on a CPU; default: all cores divided by the ranks."""
     cores: str | None = None
     """CPU cores that the learner may use ("1" or "0-1"); default: all."""
+    gpus: list[NonNegative] | None = None
+    """CUDA devices of the ranks, one a rank; default: 0 to ranks - 1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the learner computes; auto: cuda where there is one."""
     precision: Literal["bf16", "fp32"] = "bf16"
