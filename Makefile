@@ -16,7 +16,7 @@ setup: .venv/.complete
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(REQUIREMENTS) || { echo "setup: an install failed (above). If pip found no torch==2.13.0+cpu, add PyTorch's own CPU wheel index with pip's environment variable PIP_EXTRA_INDEX_URL and try again." >&2; exit 1; }
 	rm -rf .venv/wheel && $(BIN)/python -W ignore -c "import setuptools; setuptools.setup()" --quiet editable_wheel --dist-dir .venv/wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .venv/wheel/*.whl
-	rm -rf .venv/packages && mkdir .venv/packages && for p in $(PACKAGES); do ln -s ../../$$p .venv/packages/lachesis_$$p; done
+	rm -rf .venv/packages && mkdir .venv/packages && for p in $(PACKAGES); do ln -s ../../$$p .venv/packages/lachesis_$$p; done && ln -s ../../lachesis.py .venv/packages/
 	touch $@
 
 demo: setup
@@ -25,7 +25,7 @@ demo: setup
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy lachesis.py $(foreach p,$(PACKAGES),-p lachesis_$(p))
+	$(BIN)/mypy -m lachesis $(foreach p,$(PACKAGES),-p lachesis_$(p))
 
 format: setup
 	$(BIN)/ruff format .
