@@ -123,6 +123,16 @@ class Actor(Section):
     """The vLLM server."""
 
 
+PROXIMALS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "ppo": ("behaviour", "recompute"),
+    "tis": ("recompute",),
+    "decoupled": ("recompute",),
+    "dppo": (),
+}
+"""Which proximals each correction takes, the default first. With any other its formula would do nothing."""
+
+
 class Correction(Section):
     """The off-policy correction and its constants (docs/objective.md)."""
 
@@ -188,6 +198,22 @@ class Learner(Section):
         if isinstance(value, dict) and isinstance(value.get("betas"), list):
             return {**value, "betas": tuple(value["betas"])}
         return value
+
+    @model_validator(mode="after")
+    def _correction_does_something(self) -> Learner:
+        name, proximal, cap = self.correction.name, self.correction.proximal, self.correction.cap
+        takes = PROXIMALS[name]
+        if proximal is not None and proximal not in takes:
+            expected = " or ".join(takes) if takes else "none at all"
+            raise ValueError(f"correction.proximal: value {proximal!r}, expected {expected}: what {name} takes")
+        if name == "ppo" and proximal == "recompute" and self.mini_batches == 1:
+            raise ValueError(
+                "correction.proximal: value 'recompute' with ppo and learner.mini_batches 1, expected behaviour or more"
+                " mini-batches: in a batch's only step the ratio is 1 and nothing is ever clipped"
+            )
+        if cap is not None and name not in ("tis", "decoupled"):
+            raise ValueError(f"correction.cap: value {cap}, expected none: {name} has no cap (tis and decoupled have)")
+        return self
 
 
 class Weights(Section):
