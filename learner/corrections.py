@@ -116,7 +116,7 @@ CORRECTIONS: dict[str, Correction] = {"none": none, "ppo": ppo, "tis": tis, "dec
 
 
 def resolve_proximal(learner: schema.Learner) -> str | None:
-    """Where this configuration's proximal log-prob comes from: "behaviour", "recompute", or None for corrections without.
+    """Where this configuration's proximal log-prob comes from: "behaviour", "recompute", or None (it takes none).
 
     With "behaviour" and None pass the behaviour log-prob as the proximal. Combinations that would do nothing never get
     here: the schema refuses them.
