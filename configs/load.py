@@ -187,7 +187,7 @@ _EXPECTED = {
 }
 
 _PATTERNS = {
-    r"^tcp://[^:/]+:\d+$": "tcp://HOST:PORT",
+    r"^tcp://[^:/]+:\d{1,5}$": "tcp://HOST:PORT",
     r"^[A-Za-z0-9_.-]{1,64}$": "1 to 64 letters, digits, dots, dashes and underscores",
 }
 
@@ -203,9 +203,9 @@ def _explain(error: ValidationError, tree: Any) -> list[str]:
             found[key] = (f"{key}: unknown key, value {_shown(value)}, {hint}", [])
             continue
         if e["type"] == "value_error":
-            # The schema's own checks write the whole line, their key relative to the section.
+            # The schema's own checks write the whole line: of a key by itself, or with the key relative to the section.
             text = str(e["ctx"]["error"])
-            found[f"{key} {text}"] = (f"{key}.{text}" if key else text, [])
+            found[f"{key} {text}"] = (f"{key}{': ' if text.startswith('value') else '.' * bool(key)}{text}", [])
             continue
         _, expected = found.setdefault(key, (f"{key or 'configuration'}: value {_shown(value)}, expected ", []))
         expected.append(_wanted(e, value))

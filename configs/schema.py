@@ -5,21 +5,38 @@ Every knob has a docstring and a default that works; unknown keys and wrong type
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
-Address = Annotated[str, Field(pattern=r"^tcp://[^:/]+:\d+$")]
+
+
+def _loopback(address: str) -> str:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if int(port) > 65535:
+        raise ValueError(f"value {address!r}, expected a port up to 65535")
+    if host != "localhost" and not (re.fullmatch(r"127(\.\d{1,3}){3}", host)):
+        raise ValueError(f"value {address!r}, expected a loopback address such as tcp://127.0.0.1:{port}")
+    return address
+
+
+Address = Annotated[str, Field(pattern=r"^tcp://[^:/]+:\d{1,5}$"), AfterValidator(_loopback)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class Section(BaseModel):
-    """Base of every part of the tree: strict types, no unknown keys, immutable, docstrings as descriptions."""
+    """Base of every part of the tree: strict types, no unknown keys, immutable, docstrings as descriptions.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    Checks between keys raise ValueError("key: value ..., expected ..."), the key relative to the section.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Run(Section):
@@ -34,7 +51,7 @@ class Run(Section):
     seed: int = 0
     """Seed of everything random in every role."""
     evaluate_every: NonNegative = 0
-    """Evaluate on held-out items each time this many versions were trained; 0: only before the first and after the last."""
+    """Evaluate on held-out items each time this many versions were trained; 0: only before the first, after the last."""
 
 
 class Model(Section):
@@ -86,7 +103,7 @@ class Engine(Section):
     start_seconds: Seconds = 300.0
     """Deadline for the engine to answer its first health check."""
     arguments: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Further arguments of vLLM's server, by their long names without dashes in front ({"enable-chunked-prefill": true})."""
+    """Further arguments of vLLM's server by their long names without the dashes: {"enable-chunked-prefill": true}."""
 
 
 class Environment(Section):
@@ -112,15 +129,30 @@ class Actor(Section):
     count: Positive = 1
     """Actors that `lachesis launch` starts."""
     port: NonNegative = 0
-    """Port of the gateway and the trajectory API on 127.0.0.1; 0 takes a free one (an actor of index i takes port + i)."""
+    """Port of gateway and trajectory API on 127.0.0.1, port + i for the actor of index i; 0 takes a free one."""
     gpus: list[NonNegative] | None = None
     """CUDA devices of this node's actors, `tensor_parallel` of them each, in the order of the actors' indices."""
     advantages: Literal["given", "group", "mean", "loo"] = "group"
-    """Token advantages unless the environment gave them: `group` (R-mean)/std, `mean` R-mean, `loo` R-mean of the others; `given`: only the environment's."""
+    """Token advantages where the environment gave none: `group` (R-mean)/std, `mean` R-mean, `loo` R-mean of the
+    others; `given` takes only those that the environment gave."""
     kv: Literal["recompute", "keep"] = "recompute"
     """KV cache of running requests when new weights become active: recompute it under them, or keep it."""
     engine: Engine = Field(default_factory=Engine)
     """The vLLM server."""
+
+    @model_validator(mode="after")
+    def _gpus_for_every_actor(self) -> Self:
+        each = self.engine.tensor_parallel
+        if self.gpus is not None:
+            _distinct("gpus", self.gpus)
+            if len(self.gpus) < self.count * each or len(self.gpus) % each:
+                raise ValueError(
+                    f"gpus: value {self.gpus}, expected {self.count * each} devices: {each} "
+                    f"(actor.engine.tensor_parallel) for each of {self.count} actors (actor.count)"
+                )
+        if self.port and self.port + self.count - 1 > 65535:
+            raise ValueError(f"port: value {self.port}, expected {self.count} ports from there up to 65535")
+        return self
 
 
 PROXIMALS: dict[str, tuple[str, ...]] = {
@@ -200,6 +232,20 @@ class Learner(Section):
         return value
 
     @model_validator(mode="after")
+    def _one_gpu_a_rank(self) -> Self:
+        if self.gpus is not None:
+            _distinct("gpus", self.gpus)
+            if len(self.gpus) != self.ranks:
+                raise ValueError(f"gpus: value {self.gpus}, expected {self.ranks} devices, one a rank (learner.ranks)")
+        return self
+
+    @model_validator(mode="after")
+    def _betas_below_one(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: value {list(self.betas)}, expected two numbers from 0 to below 1")
+        return self
+
+    @model_validator(mode="after")
     def _correction_does_something(self) -> Learner:
         name, proximal, cap = self.correction.name, self.correction.proximal, self.correction.cap
         takes = PROXIMALS[name]
@@ -246,3 +292,31 @@ class Config(Section):
     """The learner."""
     weights: Weights = Field(default_factory=Weights)
     """Publication."""
+
+    @model_validator(mode="after")
+    def _addresses_differ(self) -> Self:
+        if self.queue.address == self.weights.address and not self.queue.address.endswith(":0"):
+            raise ValueError(f"weights.address: value {self.weights.address!r} is queue.address, expected another port")
+        return self
+
+    @model_validator(mode="after")
+    def _environments_fit(self) -> Self:
+        seen: dict[str, int] = {}
+        for i, environment in enumerate(self.environments):
+            first = seen.setdefault(environment.name, i)
+            if first != i:
+                raise ValueError(
+                    f"environments.{i}.name: value {environment.name!r} is the name of environments.{first}, "
+                    f"expected a name of its own"
+                )
+            if environment.max_token_length > self.actor.engine.max_model_len:
+                raise ValueError(
+                    f"environments.{i}.max_token_length: value {environment.max_token_length}, expected at most "
+                    f"{self.actor.engine.max_model_len} (actor.engine.max_model_len)"
+                )
+        return self
+
+
+def _distinct(key: str, devices: list[int]) -> None:
+    if len(set(devices)) != len(devices):
+        raise ValueError(f"{key}: value {devices}, expected no device twice")
