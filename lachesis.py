@@ -1,1 +1,243 @@
-def main() -> None: pass
+"""The command line: one verb a role, and what surrounds a run.
+
+A mistake of the user (a wrong configuration, an address in use, a missing file) is one clear line and exit code 2; a
+failed run is exit code 1; anything else is a bug and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lachesis_configs.schema import Config
+
+USER_ERROR = 2
+
+EPILOG = """\
+Roles find each other by the addresses in CONFIG and wait for each other: start them in any order.
+Overrides are dotted keys on top of the file: learner.lr=1e-6 environments.0.workers=4
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    # Models come from folders; nothing is looked up on a network unless the user says so.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    options = _parser().parse_args(arguments)
+    start_logging(options.verb)
+    try:
+        return options.run(options) or 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BaseException as error:
+        lines = user_error(error)
+        if not lines:
+            raise
+        for line in lines:
+            print(f"lachesis {options.verb}: {line}", file=sys.stderr)
+        return USER_ERROR
+
+
+def user_error(error: BaseException) -> list[str]:
+    """The lines that tell a user what was wrong; empty when `error`, or a part of it, is not a user's mistake."""
+    from lachesis_configs.load import ConfigError
+
+    if isinstance(error, BaseExceptionGroup):
+        parts = [user_error(part) for part in error.exceptions]
+        return [line for part in parts for line in part] if all(parts) else []
+    if isinstance(error, ConfigError):
+        return list(error.lines)
+    if getattr(error, "errno", None) == errno.EADDRINUSE:
+        return [f"address in use: {error}"]
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
+        return [f"{error.filename}: {error.strerror}"] if error.filename else []
+    return []
+
+
+def start_logging(role: str) -> None:
+    """Log to stderr, one line each: time, role, message."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=os.environ.get("LACHESIS_LOG", "INFO").upper(),
+        format=f"%(asctime)s {role}: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+    for noisy in ("httpx", "httpcore", "matplotlib", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from lachesis_deploy.launch import launch
+
+    # With --resume the configuration may be left out, and the first word is then an override.
+    words = [*([options.config] if options.config else []), *options.overrides]
+    config = words.pop(0) if words and "=" not in words[0] else None
+    return launch(config, words, resume=options.resume)
+
+
+def _queue(options: argparse.Namespace) -> int:
+    from lachesis_transport.broker import serve_queue
+
+    config, folder = _role(options)
+    return _until_done(serve_queue, config, folder)
+
+
+def _learner(options: argparse.Namespace) -> int:
+    from lachesis_learner.learner import run_learner
+
+    config, folder = _role(options)
+    return run_learner(config, folder, rank=options.rank, replay=options.replay)
+
+
+def _actor(options: argparse.Namespace) -> int:
+    from lachesis_actors.actor import run_actor
+
+    start_logging(f"actor-{options.index}")
+    config, folder = _role(options)
+    return _until_done(run_actor, config, folder, options.index)
+
+
+def _environment(options: argparse.Namespace) -> int:
+    from lachesis_actors.environment_runner import run_environment
+    from lachesis_configs.load import ConfigError
+
+    start_logging(f"environment {options.name}")
+    config, folder = _role(options)
+    chosen = [e for e in config.environments if options.name in (None, e.name)]
+    if not chosen:
+        names = ", ".join(e.name for e in config.environments)
+        raise ConfigError([f"--name: value {options.name!r}, expected one of {names}"])
+    return run_environment(config, chosen[0], options.url, folder)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from lachesis_configs.load import load_config
+    from lachesis_deploy.status import print_status
+
+    return print_status(load_config(options.config, options.overrides).queue.address)
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from lachesis_configs.load import dump_config, load_config
+
+    print(dump_config(load_config(options.config, options.overrides)), end="")
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from lachesis_deploy.launch import close_run
+
+    close_run(options.folder)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from lachesis_bench.figures import run_benches
+
+    return run_benches(options.name, length=options.length, as_json=options.json)
+
+
+def _role(options: argparse.Namespace) -> tuple[Config, Path]:
+    """The resolved configuration and the run folder, which is made if need be."""
+    from lachesis_configs.load import load_config
+    from lachesis_deploy.folder import default_folder
+
+    config = load_config(options.config, [*options.overrides, *options.set])
+    folder = options.folder or default_folder(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    return config, folder
+
+
+def _until_done(role: Callable[..., Awaitable[None]], *arguments: object) -> int:
+    """Run an asynchronous role to its end, or until SIGTERM (exit code 0) or Ctrl-C (130) asks it to stop."""
+    import trio
+
+    stopped: list[int] = []
+
+    async def listen(scope: trio.CancelScope, signals: AsyncIterator[int]) -> None:
+        async for number in signals:
+            stopped.append(number)
+            scope.cancel()
+
+    async def run() -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(listen, nursery.cancel_scope, signals)
+                await role(*arguments)
+                nursery.cancel_scope.cancel()
+
+    trio.run(run)
+    return 128 + signal.SIGINT if signal.SIGINT in stopped else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lachesis",
+        description="Asynchronous off-policy reinforcement learning of language models.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def verb(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        added.set_defaults(run=run)
+        return added
+
+    def configured(added: argparse.ArgumentParser, *, optional: bool = False) -> argparse.ArgumentParser:
+        added.add_argument("config", nargs="?" if optional else None, metavar="CONFIG", help="YAML file of the run")
+        added.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys that override the file")
+        return added
+
+    def role(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = configured(verb(name, run, text))
+        added.add_argument("--set", action="append", default=[], metavar="key=value", help="the same as key=value")
+        added.add_argument(
+            "--folder", type=Path, metavar="FOLDER", help="run folder (default: run.folder or runs/NAME)"
+        )
+        return added
+
+    added = configured(verb("launch", _launch, "run queue, learner and actors on this node, to the end"), optional=True)
+    added.add_argument(
+        "--resume", type=Path, metavar="FOLDER", help="continue in this run folder, with its config.yaml"
+    )
+    role("queue", _queue, "the replay queue")
+    added = role("learner", _learner, "the learner, with all its ranks")
+    added.add_argument("--rank", type=int, default=0, help="rank to run (set by rank 0 for the others)")
+    added.add_argument("--replay", type=Path, metavar="FILE", help="train recorded batches instead of leasing")
+    added = role("actor", _actor, "one rollout actor: engine, gateway, environments")
+    added.add_argument("--index", type=int, default=0, help="number of this actor among its fleet (default 0)")
+    added = role("environment", _environment, "one environment against an actor that runs")
+    added.add_argument("--name", help="name of the environment in CONFIG (default: its first)")
+    added.add_argument("--url", required=True, help="address of the actor, http://127.0.0.1:PORT")
+    configured(verb("status", _status, "ask the queue of a run how it is doing"))
+    configured(verb("validate", _validate, "check a configuration and print it in full"))
+    added = verb("report", _report, "write summary.json and report.html of a run folder, also while it runs")
+    added.add_argument("folder", type=Path, metavar="FOLDER", help="run folder")
+    added = verb("bench", _bench, "measure hot paths against their limits")
+    added.add_argument("name", metavar="NAME", help=f"one of {', '.join(_benches())}, all")
+    length = added.add_mutually_exclusive_group()
+    length.add_argument("--short", dest="length", action="store_const", const="short", help="seconds")
+    length.add_argument("--long", dest="length", action="store_const", const="long", help="minutes, smaller spread")
+    added.add_argument("--json", action="store_true", help="one JSON object a figure and line")
+    added.set_defaults(length="normal")
+    return parser
+
+
+def _benches() -> list[str]:
+    from lachesis_bench.figures import bench_names
+
+    return bench_names()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

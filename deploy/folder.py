@@ -1,0 +1,95 @@
+"""The run folder: which one a run takes, what lies in it, and the ports that its roles need."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import socket
+from pathlib import Path
+
+from lachesis_configs.load import ConfigError, dump_config
+from lachesis_configs.schema import Config
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+QUEUE = "queue.json"
+SUMMARY = "summary.json"
+REPORT = "report.html"
+LOGS = "logs"
+
+
+def default_folder(config: Config) -> Path:
+    """`run.folder`, or runs/NAME."""
+    return Path(config.run.folder) if config.run.folder else Path("runs") / config.run.name
+
+
+def fresh_folder(wanted: Path) -> Path:
+    """`wanted`, or the first of `wanted`-2, -3, ... that does not exist or is empty. Makes it."""
+    for number in itertools.count(1):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "exists and is not a folder", str(folder))
+        if not folder.exists() or not any(folder.iterdir()):
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+    raise AssertionError("count ends never")
+
+
+def placed(config: Config, folder: Path, model: Path) -> Config:
+    """`config` as it is run: in `folder`, with `model` found and every port 0 replaced by a free one.
+
+    Raises ConfigError naming the key when an address is taken or is not on this node.
+    """
+    queue, weights = _free({"queue.address": config.queue.address, "weights.address": config.weights.address})
+    if config.actor.port:
+        _free({f"actor.port + {i}": f"tcp://127.0.0.1:{config.actor.port + i}" for i in range(config.actor.count)})
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"folder": str(folder.resolve())}),
+            "model": config.model.model_copy(update={"path": str(model.resolve())}),
+            "queue": config.queue.model_copy(update={"address": queue}),
+            "weights": config.weights.model_copy(update={"address": weights}),
+        }
+    )
+
+
+def _free(addresses: dict[str, str]) -> list[str]:
+    """Check that every address can be bound now, all at once; port 0 becomes the port that the kernel chose."""
+    found, sockets, lines = [], [], []
+    try:
+        for key, address in addresses.items():
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            probe = socket.socket()
+            sockets.append(probe)
+            # Listeners set this too: connections of an earlier run that linger in TIME_WAIT are no obstacle.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, int(port)))
+                # Two bound sockets with SO_REUSEADDR collide only when they listen.
+                probe.listen(1)
+            except (OSError, OverflowError) as error:
+                reason = "in use" if getattr(error, "errno", None) == errno.EADDRINUSE else str(error)
+                lines.append(f"{key}: {address} is {reason}, expected a free address of this node")
+                continue
+            found.append(f"tcp://{host}:{probe.getsockname()[1]}")
+    finally:
+        for probe in sockets:
+            probe.close()
+    if lines:
+        raise ConfigError(lines)
+    return found
+
+
+def write_config(config: Config, folder: Path) -> Path:
+    """Write the resolved configuration into the run folder, whole or not at all."""
+    return write_whole(folder / CONFIG, dump_config(config))
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write `text` to `path` so that a reader sees the old file or the new one, never a part."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+    return path

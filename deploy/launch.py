@@ -1,0 +1,175 @@
+"""`lachesis launch`: the whole of a run on this node, from the configuration to the report."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import trio
+
+from lachesis_configs.load import ConfigError, load_config
+from lachesis_configs.models import resolve_model
+from lachesis_configs.schema import Config
+from lachesis_deploy.folder import (
+    CONFIG,
+    EVENTS,
+    LOGS,
+    METRICS,
+    QUEUE,
+    REPORT,
+    SUMMARY,
+    default_folder,
+    fresh_folder,
+    placed,
+    write_config,
+    write_whole,
+)
+from lachesis_deploy.panel import show_progress
+from lachesis_deploy.processes import Command
+from lachesis_deploy.records import JsonLines, numbers, read_all, read_json
+from lachesis_deploy.summary import Summary, summarise
+from lachesis_deploy.supervisor import GRACE_SECONDS, RoleFailed, supervise
+
+logger = logging.getLogger("lachesis.launch")
+
+
+def launch(config_path: str | None, overrides: Sequence[str] = (), *, resume: Path | None = None) -> int:
+    """Run queue, learner and actors on this node until the run is finished; returns the exit code.
+
+    0: finished, summary.json and report.html are written. 1: a role failed, which is named with the end of its log.
+    128 + n: stopped by signal n. Whatever the code, no process of the run is left.
+
+    Args:
+        config_path: the YAML file; None takes the one in `resume`.
+        overrides: key=value on top of it.
+        resume: an existing run folder to continue in, instead of a new one.
+
+    Raises ConfigError for a wrong configuration, a taken address or a folder that is no run's.
+    """
+    config, folder = _prepared(config_path, overrides, resume)
+    logs = folder / LOGS
+    logs.mkdir(exist_ok=True)
+    print(f"run folder {folder} (logs in {logs})", flush=True)
+    commands = role_commands(config, write_config(config, folder))
+    try:
+        stopped_by = trio.run(run_roles, config, folder, commands)
+    except RoleFailed as error:
+        print(f"lachesis launch: {error}\nThe other roles were ended; `lachesis report {folder}` shows what was done.")
+        return 1
+    if stopped_by is not None:
+        print(f"stopped; `lachesis report {folder}` shows what was done", flush=True)
+        return 128 + stopped_by
+    close_run(folder)
+    return 0
+
+
+def role_commands(config: Config, config_path: Path) -> list[Command]:
+    """What `launch` starts: the commands that a user would type."""
+    # The interpreter that runs this one, so that a launch needs no PATH.
+    program = (sys.executable, "-m", "lachesis")
+    return [
+        Command(role="queue", argv=(*program, "queue", str(config_path))),
+        Command(role="learner", argv=(*program, "learner", str(config_path))),
+        *(
+            Command(role=f"actor-{i}", argv=(*program, "actor", str(config_path), "--index", str(i)))
+            for i in range(config.actor.count)
+        ),
+    ]
+
+
+async def run_roles(
+    config: Config, folder: Path, commands: Sequence[Command], *, grace_seconds: float = GRACE_SECONDS
+) -> int | None:
+    """Supervise `commands` and show their progress; returns the signal that stopped them, None at the regular end.
+
+    The first SIGINT or SIGTERM ends the roles in order, a second one at once. Raises RoleFailed.
+    """
+    hurry = trio.Event()
+    stopped: list[int] = []
+    failed: list[RoleFailed] = []
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+
+            async def listen(roles: trio.CancelScope, signals: AsyncIterator[int]) -> None:
+                async for number in signals:
+                    if stopped:
+                        hurry.set()
+                    else:
+                        stopped.append(number)
+                        print("stopping all roles (once more kills them)", flush=True)
+                        roles.cancel()
+
+            with trio.CancelScope() as roles:
+                nursery.start_soon(listen, roles, signals)
+                nursery.start_soon(show_progress, config, folder)
+                try:
+                    await supervise(
+                        commands,
+                        logs=folder / LOGS,
+                        finished=run_finished(config, folder),
+                        hurry=hurry,
+                        grace_seconds=grace_seconds,
+                    )
+                except RoleFailed as error:
+                    failed.append(error)
+            nursery.cancel_scope.cancel()
+    if failed and not stopped:
+        raise failed[0]
+    return stopped[0] if stopped else None
+
+
+def run_finished(config: Config, folder: Path) -> Callable[[], bool]:
+    """A function that tells whether the run's last step has been trained."""
+    metrics = JsonLines(folder / METRICS)
+    last = 0.0
+
+    def finished() -> bool:
+        nonlocal last
+        last = max([last, *numbers(metrics.read(), "step")])
+        return last >= config.run.steps
+
+    return finished
+
+
+def close_run(folder: Path) -> Summary:
+    """Write summary.json and report.html of a run folder and print what matters. Raises ConfigError."""
+    # matplotlib is slow to import and only wanted here.
+    from lachesis_deploy.report import render_report
+
+    if not folder.is_dir():
+        raise ConfigError([f"{folder}: no such folder, expected the folder of a run"])
+    config_path = folder / CONFIG
+    config = load_config(config_path) if config_path.exists() else None
+    metrics, events, queue = read_all(folder / METRICS), read_all(folder / EVENTS), read_json(folder / QUEUE)
+    if not metrics and not events:
+        raise ConfigError([f"{folder}: has neither {METRICS} nor {EVENTS}, expected the folder of a run"])
+    summary = summarise(metrics, events, queue, staleness_bound=config.staleness.max if config else None)
+    write_whole(folder / SUMMARY, summary.to_json())
+    name = config.run.name if config else folder.name
+    write_whole(folder / REPORT, render_report(name, summary, metrics, events))
+    summary.print()
+    for name in (SUMMARY, REPORT, METRICS, EVENTS):
+        print(f"  {folder / name}")
+    return summary
+
+
+def _prepared(config_path: str | None, overrides: Sequence[str], resume: Path | None) -> tuple[Config, Path]:
+    if resume is not None and not (resume / CONFIG).is_file():
+        raise ConfigError([f"--resume: {resume} has no {CONFIG}, expected the folder of an earlier run"])
+    if config_path is None and resume is None:
+        raise ConfigError(["CONFIG: missing, expected a YAML file"])
+    path = Path(config_path) if config_path is not None else Path(str(resume)) / CONFIG
+    config = load_config(path, overrides)
+    model = resolve_model(config.model.path)
+    if resume is not None:
+        return placed(config, resume, model), resume
+    wanted = default_folder(config)
+    # Ports first: a launch that cannot start leaves no empty folder.
+    placed(config, wanted, model)
+    folder = fresh_folder(wanted)
+    if folder != wanted:
+        print(f"{wanted} holds an earlier run")
+    return placed(config, folder, model), folder

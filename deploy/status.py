@@ -1,0 +1,53 @@
+"""`lachesis status`: ask a running queue how it is doing."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import zmq
+
+from lachesis_transport.messages import MessageError, pack, unpack
+
+DEADLINE_SECONDS = 5.0
+
+
+def ask_status(address: str, *, deadline_seconds: float = DEADLINE_SECONDS) -> dict[str, Any] | None:
+    """The queue's statistics; None when nothing answers within the deadline. Raises MessageError on a wrong answer."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(address)
+        socket.send(pack({"op": "status", "id": 1}))
+        if not socket.poll(int(deadline_seconds * 1000)):
+            return None
+        reply = unpack(socket.recv())
+    if not reply.get("ok"):
+        raise MessageError(f"status: the queue answered {reply.get('error')!r}")
+    return {key: value for key, value in reply.items() if key not in ("id", "ok")}
+
+
+def print_status(address: str) -> int:
+    """Print what the queue at `address` says; returns the exit code, 1 when it does not answer."""
+    try:
+        statistics = ask_status(address)
+    except MessageError as error:
+        print(f"lachesis status: {error}", file=sys.stderr)
+        return 1
+    if statistics is None:
+        print(f"lachesis status: no queue answers at {address} within {DEADLINE_SECONDS:.0f} s", file=sys.stderr)
+        return 1
+    for line in _lines(statistics):
+        print(line)
+    return 0
+
+
+def _lines(statistics: dict[str, Any], indent: str = "") -> list[str]:
+    width = max((len(key) for key in statistics), default=0)
+    lines = []
+    for key, value in statistics.items():
+        if isinstance(value, dict):
+            lines.append(f"{indent}{key}")
+            lines += _lines(value, indent + "  ") or [f"{indent}  none"]
+        else:
+            lines.append(f"{indent}{key:<{width}}  {value}")
+    return lines
