@@ -1,0 +1,89 @@
+"""Groups in a file: recorded batches to train from without a queue (`lachesis learner CONFIG --replay FILE`).
+
+The file is a sequence of frames, each a little-endian uint32 length and that many bytes of msgpack (`messages.pack`):
+first the header {kind: "groups"}, then one group a frame. Every frame carries the schema version.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from lachesis_transport.messages import MAX_MESSAGE_BYTES, Group, MessageError, pack, take, unpack
+
+KIND = "groups"
+
+_LENGTH = struct.Struct("<I")
+
+
+def write_groups(path: Path, groups: Iterable[Group]) -> int:
+    """Write `groups` to `path`, whole or not at all (a reader never sees a part of it); returns how many they were.
+
+    Raises MessageError when a group is malformed.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    count = 0
+    try:
+        with part.open("wb") as file:
+            _write_frame(file, pack({"kind": KIND}))
+            for group in groups:
+                group.validate()
+                _write_frame(file, pack(group.to_wire()))
+                count += 1
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return count
+
+
+def read_groups(path: Path) -> Iterator[Group]:
+    """Yield the groups of a file in order, each checked; one group is in memory at a time.
+
+    Raises MessageError, naming the file, the group and the field, for what is not such a file, is cut short or holds a
+    malformed group, and FileNotFoundError.
+    """
+    with path.open("rb") as file:
+        where = f"{path}: header"
+        try:
+            kind = take(unpack(_read_frame(file) or b""), "kind", str)
+            if kind != KIND:
+                raise MessageError(f"kind: {kind!r}, expected {KIND!r}")
+            number = 0
+            while True:
+                where = f"{path}: group {number}"
+                frame = _read_frame(file)
+                if frame is None:
+                    return
+                group = Group.from_wire(unpack(frame))
+                group.validate()
+                yield group
+                number += 1
+        except MessageError as error:
+            raise type(error)(f"{where}: {error}") from None
+
+
+def _write_frame(file: BinaryIO, frame: bytes) -> None:
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"frame: {len(frame)} bytes, expected at most {MAX_MESSAGE_BYTES}")
+    file.write(_LENGTH.pack(len(frame)))
+    file.write(frame)
+
+
+def _read_frame(file: BinaryIO) -> bytes | None:
+    prefix = file.read(_LENGTH.size)
+    if not prefix:
+        return None
+    if len(prefix) < _LENGTH.size:
+        raise MessageError(f"frame: {len(prefix)} bytes of its length, expected {_LENGTH.size}: the file was cut short")
+    (length,) = _LENGTH.unpack(prefix)
+    if length > MAX_MESSAGE_BYTES:
+        raise MessageError(f"frame: {length} bytes, expected at most {MAX_MESSAGE_BYTES}")
+    frame = file.read(length)
+    if len(frame) < length:
+        raise MessageError(f"frame: {len(frame)} bytes, expected {length}: the file was cut short")
+    return frame
