@@ -312,10 +312,10 @@ async def attach_engine(url: str) -> AsyncIterator[Engine]:
 
 
 def reserve_port() -> socket.socket:
-    """A socket that keeps a free loopback port for the engine, which binds it too (both with SO_REUSEPORT), so that
+    """A socket that keeps a free loopback port for the engine, which binds it too (both with SO_REUSEADDR), so that
     nobody else gets it in the meantime. It doesn't listen, so no connection ever reaches it."""
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
     return holder
 
