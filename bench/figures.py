@@ -94,4 +94,5 @@ def print_table(figures: Sequence[Figure]) -> None:
         limit = "" if f.reference is None else f"{f.reference:.4g} {f.unit}, {f.against}"
         spread = "" if f.spread is None else f"{f.spread:.0%}"
         table.add_row(f.figure, f"{f.value:.4g}", f.unit, ratio, limit, str(f.runs), spread)
-    Console(soft_wrap=not sys.stdout.isatty(), highlight=False).print(table)
+    # A pipe has no width: whole lines there.
+    Console(width=None if sys.stdout.isatty() else 240, highlight=False).print(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import random
 import socket
 from pathlib import Path
 
@@ -18,6 +19,9 @@ QUEUE = "queue.json"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 LOGS = "logs"
+
+CHOSEN_PORTS = (20000, 32000)
+"""Where port 0 is looked for."""
 
 
 def default_folder(config: Config) -> Path:
@@ -61,18 +65,13 @@ def _free(addresses: dict[str, str]) -> list[str]:
     try:
         for key, address in addresses.items():
             host, _, port = address.removeprefix("tcp://").rpartition(":")
-            probe = socket.socket()
-            sockets.append(probe)
-            # Listeners set this too: connections of an earlier run that linger in TIME_WAIT are no obstacle.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, int(port)))
-                # Two bound sockets with SO_REUSEADDR collide only when they listen.
-                probe.listen(1)
+                probe = _listener(host, int(port)) if int(port) else _listener_anywhere(host)
             except (OSError, OverflowError) as error:
                 reason = "in use" if getattr(error, "errno", None) == errno.EADDRINUSE else str(error)
                 lines.append(f"{key}: {address} is {reason}, expected a free address of this node")
                 continue
+            sockets.append(probe)
             found.append(f"tcp://{host}:{probe.getsockname()[1]}")
     finally:
         for probe in sockets:
@@ -80,6 +79,31 @@ def _free(addresses: dict[str, str]) -> list[str]:
     if lines:
         raise ConfigError(lines)
     return found
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    probe = socket.socket()
+    try:
+        # Listeners set this too: connections of an earlier run that linger in TIME_WAIT are no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        # Two bound sockets with SO_REUSEADDR collide only when they listen.
+        probe.listen(1)
+    except BaseException:
+        probe.close()
+        raise
+    return probe
+
+
+def _listener_anywhere(host: str) -> socket.socket:
+    """A free port outside the range from which the kernel serves connections: it is bound only later, by its role."""
+    for _ in range(1000):
+        try:
+            return _listener(host, random.randint(*CHOSEN_PORTS))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, "without a free port", host)
 
 
 def write_config(config: Config, folder: Path) -> Path:

@@ -163,12 +163,12 @@ def _prepared(config_path: str | None, overrides: Sequence[str], resume: Path | 
         raise ConfigError(["CONFIG: missing, expected a YAML file"])
     path = Path(config_path) if config_path is not None else Path(str(resume)) / CONFIG
     config = load_config(path, overrides)
+    # Ports first and the folder last: a launch that cannot start converts no model and leaves no empty folder.
+    placed(config, Path(), Path())
     model = resolve_model(config.model.path)
     if resume is not None:
         return placed(config, resume, model), resume
     wanted = default_folder(config)
-    # Ports first: a launch that cannot start leaves no empty folder.
-    placed(config, wanted, model)
     folder = fresh_folder(wanted)
     if folder != wanted:
         print(f"{wanted} holds an earlier run")

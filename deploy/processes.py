@@ -116,24 +116,24 @@ def tail(path: Path, lines: int, *, max_bytes: int = 8192) -> list[str]:
 
 
 class Descendants:
-    """Every process that comes from this one after `Descendants` was made, orphans included."""
+    """The processes that come from this one's children since `Descendants` was made, orphans included."""
 
     def __init__(self) -> None:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._before = {process.pid for process in psutil.Process().children(recursive=True)}
+        self._before = {process.pid for process in psutil.Process().children()}
 
     def left(self) -> list[psutil.Process]:
         """Those that still run. Reaps the dead ones that were handed to this process."""
-        own = os.getpid()
         left = []
-        for process in psutil.Process().children(recursive=True):
-            if process.pid in self._before:
+        for child in psutil.Process().children():
+            if child.pid in self._before:
                 continue
             try:
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    left.append(process)
-                elif process.ppid() == own:
-                    os.waitpid(process.pid, os.WNOHANG)
+                left += [p for p in child.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    left.append(child)
+                else:
+                    os.waitpid(child.pid, os.WNOHANG)
             except (psutil.NoSuchProcess, ChildProcessError):
                 continue
         return left

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -137,7 +138,8 @@ class Summary:
         table = Table(show_header=False, box=None, pad_edge=False)
         for name, value in self.rows():
             table.add_row(name, value)
-        Console(soft_wrap=True, highlight=False).print(table)
+        # A pipe has no width: whole lines there.
+        Console(width=None if sys.stdout.isatty() else 240, highlight=False).print(table)
 
 
 def summarise(

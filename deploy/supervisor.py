@@ -45,7 +45,7 @@ async def supervise(
     ends them the same way. In every case no process that came from them is left on return.
     """
     descendants = Descendants()
-    hurry = hurry or trio.Event()
+    hurry = trio.Event() if hurry is None else hurry
     children: list[Child] = []
     failures: list[RoleFailed] = []
 

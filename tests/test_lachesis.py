@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import trio
+import yaml
+import zmq
+
+import lachesis
+from lachesis_configs.load import ConfigError, load_config
+from lachesis_configs.schema import Config
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("run:\n  name: toy\n")
+    return str(path)
+
+
+def test_validate_prints_the_whole_configuration(config, tmp_path, capsys):
+    assert lachesis.main(["validate", config, "learner.lr=1e-5", "staleness.max=3"]) == 0
+    (tmp_path / "full.yaml").write_text(capsys.readouterr().out)
+    resolved = load_config(tmp_path / "full.yaml")
+    assert (resolved.run.name, resolved.learner.lr, resolved.staleness.max) == ("toy", 1e-5, 3)
+    assert yaml.safe_load((tmp_path / "full.yaml").read_text())["queue"]["batch_groups"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["validate", "{config}", "learner.lr=fast"], "learner.lr: value 'fast', expected a number"),
+        (
+            ["validate", "nowhere.yaml"],
+            "nowhere.yaml: cannot be read (No such file or directory), expected a YAML file",
+        ),
+        (["launch"], "CONFIG: missing, expected a YAML file"),
+        (
+            ["launch", "--resume", "nowhere"],
+            "--resume: nowhere has no config.yaml, expected the folder of an earlier run",
+        ),
+        (["report", "nowhere"], "nowhere: no such folder, expected the folder of a run"),
+        (["environment", "{config}", "--url", "http://127.0.0.1:1", "--name", "x"], None),
+    ],
+)
+def test_a_users_mistake_is_one_line(config, monkeypatch, tmp_path, capsys, arguments, line):
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] == "environment":
+        runner = type(sys)("lachesis_actors.environment_runner")
+        runner.run_environment = None
+        monkeypatch.setitem(sys.modules, runner.__name__, runner)
+        line = "--name: value 'x', expected one of arithmetic"
+    assert lachesis.main([argument.format(config=config) for argument in arguments]) == 2
+    assert capsys.readouterr().err == f"lachesis {arguments[0]}: {line}\n"
+
+
+def test_what_counts_as_a_users_mistake():
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/x")
+    in_use = zmq.ZMQError(errno.EADDRINUSE, "Address already in use (addr='tcp://127.0.0.1:5710')")
+    assert lachesis.user_error(ConfigError(["a", "b"])) == ["a", "b"]
+    assert lachesis.user_error(missing) == ["/data/x: No such file or directory"]
+    assert lachesis.user_error(in_use) == [
+        "address in use: Address already in use (addr='tcp://127.0.0.1:5710')",
+    ]
+    assert lachesis.user_error(ExceptionGroup("nursery", [in_use, ConfigError(["a"])]))[1:] == ["a"]
+    assert lachesis.user_error(ExceptionGroup("nursery", [in_use, ZeroDivisionError()])) == []
+    assert lachesis.user_error(ZeroDivisionError()) == []
+    assert lachesis.user_error(FileNotFoundError("made by hand")) == []
+
+
+def test_a_bug_keeps_its_traceback(config, monkeypatch):
+    monkeypatch.setattr(lachesis, "_validate", lambda options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lachesis.main(["validate", config])
+
+
+@pytest.fixture
+def role(monkeypatch):
+    """Puts a role in the place of the queue's module."""
+
+    def install(serve_queue):
+        broker = type(sys)("lachesis_transport.broker")
+        broker.serve_queue = serve_queue
+        monkeypatch.setitem(sys.modules, broker.__name__, broker)
+
+    return install
+
+
+def test_a_role_gets_its_configuration_and_its_folder(config, role, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    async def serve_queue(config: Config, folder: Path) -> None:
+        calls.append((config.run.seed, config.staleness.max, folder, folder.is_dir()))
+
+    role(serve_queue)
+    assert lachesis.main(["queue", config, "run.seed=4", "--set", "staleness.max=1"]) == 0
+    assert lachesis.main(["queue", config, f"run.folder={tmp_path}/a"]) == 0
+    assert lachesis.main(["queue", config, "--folder", f"{tmp_path}/b"]) == 0
+    assert calls == [
+        (4, 1, Path("runs/toy"), True),
+        (0, 2, tmp_path / "a", True),
+        (0, 2, tmp_path / "b", True),
+    ]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_cancels_a_role(config, role, monkeypatch, tmp_path, number, code):
+    monkeypatch.chdir(tmp_path)
+    started, cleaned = threading.Event(), []
+
+    async def serve_queue(config: Config, folder: Path) -> None:
+        try:
+            started.set()
+            await trio.sleep_forever()
+        finally:
+            cleaned.append(True)
+
+    role(serve_queue)
+    thread = threading.Thread(target=lambda: (started.wait(), os.kill(os.getpid(), number)))
+    thread.start()
+    assert lachesis.main(["queue", config]) == code
+    thread.join()
+    assert cleaned == [True]
+
+
+def test_a_role_that_cannot_listen_says_so(config, role, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    async def serve_queue(config: Config, folder: Path) -> None:
+        async with trio.open_nursery():
+            raise OSError(errno.EADDRINUSE, "tcp://127.0.0.1:5710")
+
+    role(serve_queue)
+    assert lachesis.main(["queue", config]) == 2
+    assert capsys.readouterr().err == "lachesis queue: address in use: [Errno 98] tcp://127.0.0.1:5710\n"
+
+
+def test_models_are_not_looked_up_on_a_network(config, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    lachesis.main(["validate", config])
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_help_imports_no_role():
+    listing = "import sys, lachesis\ntry: lachesis.main(['--help'])\nexcept SystemExit: pass\n"
+    heavy = (
+        "print(*[m for m in ('torch', 'vllm', 'deepspeed', 'trio', 'matplotlib') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", listing + heavy], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "\n"
+    for verb in ("launch", "queue", "learner", "actor", "environment", "status", "validate", "report", "bench"):
+        assert f"    {verb}" in done.stdout
