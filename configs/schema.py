@@ -51,7 +51,7 @@ class Run(Section):
     seed: int = 0
     """Seed of everything random in every role."""
     evaluate_every: NonNegative = 0
-    """Evaluate on held-out items each time this many versions were trained; 0: only before the first, after the last."""
+    """Evaluate on held-out items each time this many versions were trained; 0: only before the first and at the end."""
 
 
 class Model(Section):
