@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from lachesis_deploy.records import Record, number, numbers
 from lachesis_deploy.summary import (
@@ -37,8 +38,8 @@ PHASE_COLOURS = {
     "step": GREEN,
     "encode": ORANGE,
     "checkpoint": RED,
-    "generating": GREEN,
-    "paused": RED,
+    "generating": "#45a5a0",
+    "paused": "#d978a5",
     "idle": "#d8dde3",
 }
 
@@ -64,7 +65,8 @@ STYLE_RC = {
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "font.size": 9,
-    "legend.frameon": False,
+    "legend.framealpha": 0.8,
+    "legend.edgecolor": "none",
     "lines.linewidth": 1.6,
 }
 
@@ -117,6 +119,7 @@ def _axes(titles: list[str], *, height: float = 2.8) -> tuple[Figure, list[Axes]
     for each, title in zip(axes, titles, strict=True):
         each.set_title(title)
         each.set_xlabel("step")
+        each.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure, axes
 
 

@@ -56,15 +56,15 @@ class Summary:
     groups_trained: int
     """Groups in trained batches."""
     groups_lost: int | None
-    """Groups that the queue accepted and that were neither trained nor dropped nor are left in the queue."""
+    """Groups that the queue accepted and that were neither trained nor dropped nor left over; None before the end."""
     groups_duplicated: int
     """Groups that were trained more than once."""
     groups_unknown: int | None
     """Groups that were trained without having been accepted."""
     groups_left: int | None
-    """Accepted groups that wait in the queue."""
+    """Groups that were ready when the run ended and did not fit into its last batch."""
     groups_dropped: dict[str, int] | None
-    """Accepted groups that were dropped, by reason."""
+    """Groups that the queue dropped, by reason."""
     tickets_voided: dict[str, int] | None
     """Tickets that were given back or expired, by reason."""
     delta_bytes_mean: float | None
@@ -251,18 +251,14 @@ def _audit(metrics: list[Record], events: list[Record], queue: Record | None) ->
     accepted = {event.get("group") for event in _of_kind(events, "accepted")}
     drops = _of_kind(events, "dropped")
     dropped = {event.get("group") for event in drops}
-    left = number(queue or {}, "groups_left")
-    lost = unknown = None
-    if accepted and left is not None:
-        lost = max(0, len(accepted - dropped - times_trained.keys()) - int(left))
-    if accepted:
-        unknown = len(times_trained.keys() - accepted)
+    left = {event.get("group") for event in _of_kind(events, "left")}
+    finished = bool(_of_kind(events, "finished"))
     return {
         "groups_trained": times_trained.total(),
-        "groups_lost": lost,
+        "groups_lost": len(accepted - dropped - left - times_trained.keys()) if finished else None,
         "groups_duplicated": sum(n > 1 for n in times_trained.values()),
-        "groups_unknown": unknown,
-        "groups_left": None if left is None else int(left),
+        "groups_unknown": len(times_trained.keys() - accepted) if accepted else None,
+        "groups_left": len(left) if finished else None,
         "groups_dropped": _counts(drops, queue, "groups_dropped"),
     }
 

@@ -108,7 +108,8 @@ def test_every_group_is_accounted_for():
     metrics = [step(1), step(2)]
     events = [*accepted(2), {"kind": "accepted", "group": "9:0"}, {"kind": "accepted", "group": "9:1"}]
     events.append({"kind": "dropped", "group": "9:0", "reason": "stale"})
-    summary = summarise(metrics, events, {"groups_left": 1}, staleness_bound=2)
+    events += [{"kind": "left", "group": "9:1", "reason": "finished"}, {"kind": "finished", "version": 2}]
+    summary = summarise(metrics, events, None, staleness_bound=2)
     assert summary.groups_trained == 4
     assert (summary.groups_lost, summary.groups_duplicated, summary.groups_unknown) == (0, 0, 0)
     assert (summary.groups_dropped, summary.groups_left) == ({"stale": 1}, 1)
@@ -116,12 +117,14 @@ def test_every_group_is_accounted_for():
 
 def test_a_lost_a_doubled_and_an_unknown_group_are_seen():
     metrics = [step(1), step(2, group_ids=["1:0", "7:0"])]
-    summary = summarise(metrics, accepted(2), {"groups_left": 0}, staleness_bound=2)
+    events = [*accepted(2), {"kind": "finished", "version": 2}]
+    summary = summarise(metrics, events, None, staleness_bound=2)
     assert (summary.groups_lost, summary.groups_duplicated, summary.groups_unknown) == (2, 1, 1)
 
 
-def test_without_the_queues_last_word_a_loss_is_unknown():
-    assert summarise([step(1)], accepted(2), None, staleness_bound=2).groups_lost is None
+def test_before_the_end_nothing_counts_as_lost():
+    summary = summarise([step(1)], accepted(2), {"ready": 2}, staleness_bound=2)
+    assert (summary.groups_lost, summary.groups_left) == (None, None)
 
 
 def test_reasons_are_counted():
