@@ -72,7 +72,9 @@ def changed_positions(base: np.ndarray, new: np.ndarray) -> np.ndarray:
         np.not_equal(old_words[start:stop], new_words[start:stop], out=chunk)
         at = np.flatnonzero(chunk)
         if len(at):
-            lanes = np.flatnonzero(old_words[start:stop][at].view(np.uint16) != new_words[start:stop][at].view(np.uint16))
+            lanes = np.flatnonzero(
+                old_words[start:stop][at].view(np.uint16) != new_words[start:stop][at].view(np.uint16)
+            )
             found.append((at[lanes >> 2] + start) * 4 + (lanes & 3))
     tail = np.flatnonzero(base[words * 4 :] != new[words * 4 :])
     if len(tail):
@@ -121,7 +123,11 @@ class DeltaWriter:
             codes, escapes = _zigzag(base[positions], new[positions])
             mean_gap = len(new) // len(positions)
             mode = (
-                SPARSE if mean_gap < _LONGEST_SPARSE_GAP else SPARSE_8 if mean_gap < _LONGEST_SPARSE_8_GAP else SPARSE_16
+                SPARSE
+                if mean_gap < _LONGEST_SPARSE_GAP
+                else SPARSE_8
+                if mean_gap < _LONGEST_SPARSE_8_GAP
+                else SPARSE_16
             )
             absolute = positions + self._space[mode]
             gaps = np.diff(absolute, prepend=self._last[mode]) - 1
@@ -152,7 +158,9 @@ class DeltaWriter:
             raw = [_join(plane) for plane in self._gaps.get(mode, [])]
             raw += [_join(code_parts), _join(self._escapes[mode]).view(np.uint8)]
             packed = [compressor.compress(memoryview(part)) for part in raw]
-            sections.append({"mode": mode, "raw": [len(part) for part in raw], "packed": [len(part) for part in packed]})
+            sections.append(
+                {"mode": mode, "raw": [len(part) for part in raw], "packed": [len(part) for part in packed]}
+            )
             streams += packed
         streams += [memoryview(part).cast("B") for part in self._values]
         header = msgpack.packb({"format": FORMAT, "modes": bytes(self._modes), "sections": sections})
