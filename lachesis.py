@@ -56,7 +56,7 @@ def user_error(error: BaseException) -> list[str]:
     if isinstance(error, ConfigError):
         return list(error.lines)
     if getattr(error, "errno", None) == errno.EADDRINUSE:
-        return [f"address in use: {error}"]
+        return [getattr(error, "strerror", None) or str(error)]
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
         return [f"{error.filename}: {error.strerror}"] if error.filename else []
     return []

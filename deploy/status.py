@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from lachesis_transport.messages import MessageError, pack, unpack
+from lachesis_transport.messages import MessageError, pack, take, unpack
 
 DEADLINE_SECONDS = 5.0
 
@@ -23,7 +23,7 @@ def ask_status(address: str, *, deadline_seconds: float = DEADLINE_SECONDS) -> d
         reply = unpack(socket.recv())
     if not reply.get("ok"):
         raise MessageError(f"status: the queue answered {reply.get('error')!r}")
-    return {key: value for key, value in reply.items() if key not in ("id", "ok")}
+    return take(reply, "statistics", dict)
 
 
 def print_status(address: str) -> int:

@@ -66,9 +66,7 @@ def test_what_counts_as_a_users_mistake():
     in_use = zmq.ZMQError(errno.EADDRINUSE, "Address already in use (addr='tcp://127.0.0.1:5710')")
     assert lachesis.user_error(ConfigError(["a", "b"])) == ["a", "b"]
     assert lachesis.user_error(missing) == ["/data/x: No such file or directory"]
-    assert lachesis.user_error(in_use) == [
-        "address in use: Address already in use (addr='tcp://127.0.0.1:5710')",
-    ]
+    assert lachesis.user_error(in_use) == ["Address already in use (addr='tcp://127.0.0.1:5710')"]
     assert lachesis.user_error(ExceptionGroup("nursery", [in_use, ConfigError(["a"])]))[1:] == ["a"]
     assert lachesis.user_error(ExceptionGroup("nursery", [in_use, ZeroDivisionError()])) == []
     assert lachesis.user_error(ZeroDivisionError()) == []
@@ -136,11 +134,11 @@ def test_a_role_that_cannot_listen_says_so(config, role, monkeypatch, tmp_path, 
 
     async def serve_queue(config: Config, folder: Path) -> None:
         async with trio.open_nursery():
-            raise OSError(errno.EADDRINUSE, "tcp://127.0.0.1:5710")
+            raise OSError(errno.EADDRINUSE, "tcp://127.0.0.1:5710 cannot be bound: in use")
 
     role(serve_queue)
     assert lachesis.main(["queue", config]) == 2
-    assert capsys.readouterr().err == "lachesis queue: address in use: [Errno 98] tcp://127.0.0.1:5710\n"
+    assert capsys.readouterr().err == "lachesis queue: tcp://127.0.0.1:5710 cannot be bound: in use\n"
 
 
 def test_models_are_not_looked_up_on_a_network(config, monkeypatch):

@@ -37,7 +37,7 @@ def queue():
 
 
 def test_prints_what_the_queue_says(queue, capsys):
-    address = queue({"ok": True, "ready": 3, "groups_dropped": {"late": 2}, "tickets_voided": {}})
+    address = queue({"ok": True, "statistics": {"ready": 3, "groups_dropped": {"late": 2}, "tickets_voided": {}}})
     assert print_status(address) == 0
     assert capsys.readouterr().out.splitlines() == [
         "ready           3",
