@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import socket as plain_socket
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import zmq
+
+from lachesis_configs.schema import Config
+from lachesis_transport.broker import serve_queue
+from lachesis_transport.client import QueueError, QueueRestarted, queue_status
+from lachesis_transport.consumer import open_consumer
+from lachesis_transport.messages import Scores, pack, unpack
+from lachesis_transport.producer import Finished, open_producer
+from lachesis_transport.sockets import open_socket
+
+_spec = importlib.util.spec_from_file_location("groups", Path(__file__).with_name("groups.py"))
+groups = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(groups)
+
+SECONDS = 20
+
+
+def config(address: str = "tcp://127.0.0.1:0", **overrides) -> Config:
+    tree = {
+        "run": {"name": "test", "steps": overrides.pop("steps", 3)},
+        "queue": {"address": address, "batch_groups": 2, "heartbeat_seconds": 1.5, **overrides.pop("queue", {})},
+        "staleness": {"max": 1, **overrides},
+    }
+    return Config.model_validate(tree)
+
+
+@asynccontextmanager
+async def queue(folder: Path, configuration: Config):
+    async with trio.open_nursery() as nursery:
+        with trio.fail_after(SECONDS):
+            yield await nursery.start(serve_queue, configuration, folder), nursery
+        nursery.cancel_scope.cancel()
+
+
+def statistics(folder: Path) -> dict:
+    return json.loads((folder / "queue.json").read_text())
+
+
+def events(folder: Path, kind: str) -> list[dict]:
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+async def act(producer, done: trio.Event) -> None:
+    """Rollouts without a model: take tickets and put groups until the run has finished."""
+    while True:
+        ticket = await producer.ticket(version=producer.state.current or 0, environment="sums")
+        if isinstance(ticket, Finished):
+            return done.set()
+        if ticket.ticket % 5 == 4:
+            await producer.void(ticket.ticket, "no_variance", Scores.of([1.0, 1.0]))
+            continue
+        group = groups.group(ticket.ticket, [ticket.version], actor="actor-0")
+        assert (await producer.put(group)).status == "accepted"
+        assert (await producer.put(group)).status == "duplicate"
+        await trio.sleep(0)
+
+
+@pytest.mark.trio
+async def test_a_run_from_first_ticket_to_finish(tmp_path):
+    batches = []
+    with trio.fail_after(SECONDS):
+        async with trio.open_nursery() as nursery:
+            address = await nursery.start(serve_queue, config(), tmp_path)
+            async with (
+                open_consumer(address, "learner", "l1") as consumer,
+                open_producer(address, "actor-0", "a1") as producer,
+            ):
+                assert (producer.welcome.run_name, producer.welcome.batch_groups, producer.welcome.steps) == (
+                    "test",
+                    2,
+                    3,
+                )
+                version = await consumer.reserve(None)
+                assert version == 0
+                await consumer.published(version)
+                producer.serving(version)
+                producer.report("started", gpus=0)
+                done = trio.Event()
+                nursery.start_soon(act, producer, done)
+                for _ in range(3):
+                    batches.append(await consumer.lease(version))
+                    await consumer.trained(version)
+                    version = await consumer.reserve(version)
+                    await consumer.published(version)
+                    producer.serving(version)
+                    await consumer.commit(version, f"checkpoints/{version}")
+                await consumer.finish(version)
+                await done.wait()
+                assert (await queue_status(address))["step"] == 3
+    assert [b.version for b in batches] == [0, 1, 2]
+    assert all(len(b.groups) == 2 and max(b.distances.values()) <= 1 for b in batches)
+    assert len({g.group_id for b in batches for g in b.groups}) == 6
+    counts = statistics(tmp_path)
+    assert counts["groups_trained"] == counts["groups_committed"] == 6
+    assert counts["groups_accepted"] == 6 + counts["groups_left"] == counts["groups_duplicate"]
+    assert (counts["bound_violations"], counts["finished"], counts["final"], counts["actors"]) == (0, True, 3, {})
+    voided = counts["tickets_voided"].get("no_variance", 0)
+    assert sum(b.scores.groups for b in batches) >= 6
+    assert voided == len(events(tmp_path, "voided")) - counts["tickets_voided"].get("finished", 0)
+    assert [e["groups"] for e in events(tmp_path, "trained")] == [[g.group_id for g in b.groups] for b in batches]
+    assert events(tmp_path, "started")[0]["source"] == "actor-0"
+
+
+@pytest.mark.trio
+async def test_garbage_is_answered_and_harms_nobody(tmp_path):
+    async with queue(tmp_path, config()) as (address, _):
+        async with open_producer(address, "actor-0", "a1") as producer, open_consumer(address, "l", "l1") as consumer:
+            with plain_socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as raw:
+                raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+            async with open_socket(zmq.DEALER, connect=address) as socket:
+                for frames, expected in (
+                    ([b"\xff" * 40], "frame: "),
+                    ([b"a", b"b"], "message: 2 frames, expected 1"),
+                    ([pack({"op": "put"})], "id: missing"),
+                    ([pack({"op": "hello", "id": 1, "role": "king", "name": "x", "incarnation": "y"})], "role: 'king'"),
+                    (
+                        [pack({"op": "hello", "id": 1, "role": "actor", "name": "../x", "incarnation": "y"})],
+                        "name: '../x'",
+                    ),
+                    ([pack({"op": "put", "id": 3, "group": 7})], "the queue does not know this client"),
+                ):
+                    await socket.send(frames)
+                    [answer] = await socket.receive()
+                    assert unpack(answer.buffer)["ok"] is False
+                    assert unpack(answer.buffer)["error"].startswith(expected)
+            version = await consumer.reserve(None)
+            with pytest.raises(QueueError, match="version: 9, expected one that this queue has reserved"):
+                await producer.ticket(version=9, environment="sums")
+            with pytest.raises(QueueError, match="version: 7"):
+                await consumer.published(7)
+            ticket = await producer.ticket(version=version, environment="sums")
+            wrong = await producer.put(groups.group(ticket.ticket, [5], actor="actor-0"))
+            assert (wrong.status, wrong.reason[:11]) == ("invalid", "versions: 5")
+            assert (await producer.put(groups.group(99, [0], actor="actor-0"))).reason.startswith(
+                "ticket: 99 was never"
+            )
+            assert (await producer.put(groups.group(ticket.ticket, [0], actor="actor-0"))).status == "accepted"
+            counts = await queue_status(address)
+            assert (counts["frames_refused"], counts["groups_invalid"], counts["groups_accepted"]) == (5, 2, 1)
+
+
+@pytest.mark.trio
+async def test_a_second_actor_of_the_same_name_is_refused_while_the_first_lives(tmp_path):
+    async with queue(tmp_path, config(queue={"heartbeat_seconds": 1.1})) as (address, _):
+        async with open_producer(address, "actor-0", "a1"):
+            with pytest.raises(QueueError, match="name: actor 'actor-0' is taken by a live actor"):
+                async with open_producer(address, "actor-0", "a2"):
+                    pytest.fail("two actors of one name")
+
+
+@pytest.mark.trio
+async def test_a_cancelled_ticket_is_given_back(tmp_path):
+    async with queue(tmp_path, config()) as (address, _):
+        async with open_producer(address, "actor-0", "a1") as producer, open_consumer(address, "l", "l1") as consumer:
+            await consumer.published(await consumer.reserve(None))
+            held = [await producer.ticket(version=0, environment="sums") for _ in range(4)]
+            for seconds in (0, 0.001, 0.05):
+                with trio.move_on_after(seconds) as scope:
+                    await producer.ticket(version=0, environment="sums")
+                assert scope.cancelled_caught
+            await producer.void(held[0].ticket, "failed")
+            with trio.move_on_after(0):
+                await producer.ticket(version=0, environment="sums")  # granted or not: nobody holds it
+            again = await producer.ticket(version=0, environment="sums")
+            await producer.void(again.ticket, "failed")
+            counts = await queue_status(address)
+            assert counts["live_tickets"] == 3
+            assert counts["tickets_voided"]["failed"] == 2
+
+
+@pytest.mark.trio
+async def test_clients_wait_for_the_queue_and_survive_its_restart(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "lachesis.queue")
+    with plain_socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    entered, leave = trio.Event(), trio.Event()
+
+    async def wait_early() -> None:
+        async with open_producer(address, "early", "e1"):
+            entered.set()
+            await leave.wait()
+
+    async def life(stop: trio.Event, gone: trio.Event, *, task_status) -> None:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve_queue, config(address), tmp_path)
+            task_status.started()
+            await stop.wait()
+            nursery.cancel_scope.cancel()
+        gone.set()
+
+    with trio.fail_after(SECONDS):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait_early)
+            await trio.sleep(2.2)
+            assert "early: waiting for the replay queue" in caplog.text
+            stop, gone = trio.Event(), trio.Event()
+            await nursery.start(life, stop, gone)
+            await entered.wait()
+            async with (
+                open_producer(address, "actor-0", "a1") as producer,
+                open_consumer(address, "l", "l1") as consumer,
+            ):
+                await consumer.published(await consumer.reserve(None))
+                ticket = await producer.ticket(version=0, environment="sums")
+                stop.set()
+                await gone.wait()
+                stop, gone = trio.Event(), trio.Event()
+                await nursery.start(life, stop, gone)
+                with pytest.raises(QueueRestarted, match="restarted without its state: lease is void"):
+                    await consumer.lease(0)
+                reply = await producer.put(groups.group(ticket.ticket, [0], actor="actor-0"))
+                assert reply.status == "stale"
+                assert "restarted" in reply.reason
+                with pytest.raises(QueueError, match="version: 0, expected one"):
+                    await producer.ticket(version=0, environment="sums")
+                await producer.void(ticket.ticket, "failed")
+                leave.set()
+            stop.set()

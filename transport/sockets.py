@@ -1,0 +1,175 @@
+"""ZeroMQ sockets under trio.
+
+    async with open_socket(zmq.DEALER, connect="tcp://127.0.0.1:5710") as socket:
+        await socket.send([frame])
+        [answer] = await socket.receive()
+
+Guarantees: a message is received once or, when the receive is cancelled, not at all; a cancelled send sent nothing.
+Any number of tasks may send and receive. Queues are bounded by the high-water marks, so a send waits for a slow peer;
+nothing polls.
+
+ZeroMQ signals *changes* through a file descriptor: after an edge it stays silent, and every operation on the socket may
+swallow one. So each operation, and each edge, ends with a look at the socket's state that wakes whoever can go on.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+import trio
+import zmq
+
+from lachesis_transport.messages import MAX_MESSAGE_BYTES
+
+HEARTBEAT_MS = 2_000
+SILENCE_MS = 10_000
+LINGER_MS = 1_000
+RECONNECT_MS = 100
+RECONNECT_MAX_MS = 2_000
+
+
+def check_loopback(address: str) -> None:
+    """Raise ValueError unless `address` is tcp://HOST:PORT with a loopback host."""
+    host = address.removeprefix("tcp://").rpartition(":")[0]
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = False
+    if not address.startswith("tcp://") or not loopback:
+        raise ValueError(f"address: {address!r}, expected tcp://127.0.0.1:PORT: only loopback is served without keys")
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turn an exception group of one, which a nursery makes of its body's error, back into that error."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) > 1:
+            raise
+        error = group.exceptions[0]
+        raise error from error.__cause__
+
+
+class Socket:
+    """One ZeroMQ socket; `open_socket` makes it."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._receivers = trio.lowlevel.ParkingLot()
+        self._senders = trio.lowlevel.ParkingLot()
+
+    @property
+    def address(self) -> str:
+        """Where it is bound, with the port that a bind to port 0 got."""
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    async def receive(self) -> list[zmq.Frame]:
+        """The next message, waiting for one. Frames are buffers over ZeroMQ's own memory."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while (message := self.receive_nowait()) is None:
+            if not self._events() & zmq.POLLIN:
+                await self._receivers.park()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return message
+
+    def receive_nowait(self) -> list[zmq.Frame] | None:
+        """The next message, or None when there is none."""
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        finally:
+            self._wake()
+
+    async def send(self, frames: Sequence[bytes | bytearray | memoryview | zmq.Frame]) -> None:
+        """Hand a message to ZeroMQ, waiting while its queue is full or no peer is connected."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while not self._send(frames):
+            if not self._events() & zmq.POLLOUT:
+                await self._senders.park()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def send_nowait(self, frames: Sequence[bytes | bytearray | memoryview | zmq.Frame]) -> bool:
+        """Hand a message to ZeroMQ; False when the peer is gone or its queue is full. Then nothing was sent."""
+        try:
+            return self._send(frames)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+
+    def _send(self, frames: Sequence[bytes | bytearray | memoryview | zmq.Frame]) -> bool:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        finally:
+            self._wake()
+        return True
+
+    def _events(self) -> int:
+        return int(self._socket.getsockopt(zmq.EVENTS))
+
+    def _wake(self) -> None:
+        events = self._events()
+        if events & zmq.POLLIN:
+            self._receivers.unpark()
+        if events & zmq.POLLOUT:
+            self._senders.unpark()
+
+    async def _watch(self) -> None:
+        descriptor = int(self._socket.getsockopt(zmq.FD))
+        while True:
+            self._wake()
+            await trio.lowlevel.wait_readable(descriptor)
+
+
+@asynccontextmanager
+async def open_socket(
+    kind: int, *, bind: str | None = None, connect: str | None = None, high_water: int = 64
+) -> AsyncIterator[Socket]:
+    """A socket for the length of the block; on exit, what was sent still goes out for up to a second, without waiting.
+
+    `high_water` bounds the messages that wait in each direction, a peer. A connecting socket sends only while it is
+    connected: nothing piles up for a peer that is away. Raises ValueError for an address off loopback, OSError when the
+    address is taken.
+    """
+    address = bind or connect
+    assert address is not None
+    check_loopback(address)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    try:
+        for option, value in (
+            (zmq.LINGER, LINGER_MS),
+            (zmq.SNDHWM, high_water),
+            (zmq.RCVHWM, high_water),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, SILENCE_MS),
+            (zmq.RECONNECT_IVL, RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+        ):
+            socket.setsockopt(option, value)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if bind is not None:
+            try:
+                socket.bind(bind)
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, f"address: {bind} cannot be bound: {error.strerror}") from None
+        else:
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.connect(address)
+        wrapped = Socket(socket)
+        with plain_errors():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wrapped._watch)
+                try:
+                    yield wrapped
+                finally:
+                    nursery.cancel_scope.cancel()
+    finally:
+        socket.close()
