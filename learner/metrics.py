@@ -86,7 +86,8 @@ class Phases:
 def _abandon_after(path: Path, abandoned: Path, step: int) -> None:
     if not path.exists():
         return
-    kept, gone = [], []
+    kept: list[str] = []
+    gone: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         (kept if _step_of(line) <= step else gone).append(line if line.endswith("\n") else line + "\n")
     if not gone:

@@ -1,0 +1,250 @@
+"""The ranks of a learner on one node: rank 0 is the learner itself, the others are its children and do as it says.
+
+Rank 0 sends commands (a kind and msgpack bytes, no pickle) that every rank then carries out together. While rank 0
+waits for something else it sends `tick` every few seconds, so that nobody waits without news in a collective.
+
+A child dies with rank 0. When a child dies, rank 0 ends with the cause: at once where a collective notices, within
+GRACE_SECONDS where none does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal, get_args
+
+from lachesis_configs import schema
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+logger = logging.getLogger("lachesis.learner")
+
+Kind = Literal["tick", "train", "encode", "save", "load", "stop"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+TICK_SECONDS = 2.0
+GRACE_SECONDS = 10.0
+COLLECTIVE_SECONDS = 1800.0
+"""Deadline of one collective. Long: a rank may be compiling or syncing a checkpoint. A dead peer is noticed at once."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class RankDied(RuntimeError):
+    """A rank ended before it was told to. The text says which and how."""
+
+
+def prepare_process(learner: schema.Learner, *, rank: int) -> None:
+    """Restrict this process to its cores, threads and device. Before torch is imported: its threads inherit that."""
+    if learner.cores is not None:
+        os.sched_setaffinity(0, parse_cores(learner.cores))
+    available = len(os.sched_getaffinity(0))
+    threads = learner.threads or max(1, available // learner.ranks)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if learner.device != "cpu":
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = given.split(",") if given else [str(i) for i in range(1024)]
+        gpu = learner.gpus[rank] if learner.gpus is not None else rank
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[gpu] if gpu < len(visible) else ""
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(learner.ranks))
+
+
+def parse_cores(text: str) -> set[int]:
+    """The cores of "1", "0-2" or "0,2-3". Raises ValueError."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()):
+            raise ValueError(f"learner.cores: value {text!r}, expected core numbers such as 0 or 0-1")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def choose_device(learner: schema.Learner) -> Literal["cpu", "cuda"]:
+    """cpu or cuda, as `learner.device` says, and DeepSpeed told so. Call before DeepSpeed is imported.
+
+    Raises ValueError when cuda is asked for and not there.
+    """
+    import torch
+
+    there = learner.device != "cpu" and torch.cuda.is_available()
+    if learner.device == "cuda" and not there:
+        raise ValueError("learner.device: value 'cuda', but torch finds no CUDA device; expected cpu or auto")
+    os.environ["DS_ACCELERATOR"] = "cuda" if there else "cpu"
+    if not there:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return "cuda" if there else "cpu"
+
+
+class Ranks:
+    """This process's place among the ranks. Make it with `lead` on rank 0 and `follow` on the others."""
+
+    control: dist.ProcessGroup
+    """gloo group of all ranks for commands, sums and blobs."""
+
+    def __init__(self, store: dist.Store, learner: schema.Learner, *, rank: int, children: list[_Child]) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.size, self._children = rank, learner.ranks, children
+        self.device = choose_device(learner)
+        timeout = timedelta(seconds=COLLECTIVE_SECONDS)
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=learner.ranks, timeout=timeout)
+        group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        assert group is not None
+        self.control = group
+        _wrap_by_deepspeed(backend)
+
+    @classmethod
+    def lead(cls, learner: schema.Learner, arguments: list[str]) -> Ranks:
+        """Rank 0: start the others as `lachesis ARGUMENTS --rank R` and meet them."""
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+        children = [_Child(arguments, rank=rank) for rank in range(1, learner.ranks)]
+        return cls(store, learner, rank=0, children=children)
+
+    @classmethod
+    def follow(cls, learner: schema.Learner, *, rank: int) -> Ranks:
+        """Another rank, started by rank 0. Raises ValueError when it was started by hand."""
+        import torch.distributed as dist
+
+        port = os.environ.get("MASTER_PORT")
+        if port is None or not 0 < rank < learner.ranks:
+            raise ValueError(f"--rank: value {rank}, expected to be started by rank 0 of {learner.ranks} ranks")
+        return cls(dist.TCPStore("127.0.0.1", int(port)), learner, rank=rank, children=[])
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        """Rank 0: tell the others what all do next. Raises RankDied."""
+        if self.size == 1:
+            return
+        import torch
+        import torch.distributed as dist
+
+        try:
+            dist.broadcast(torch.tensor([KINDS.index(kind), len(payload)]), 0, group=self.control)
+            if payload:
+                dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0, group=self.control)
+        except RuntimeError as error:
+            self.explain(error)
+            raise
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """Other ranks: the next command that is not a tick."""
+        import torch
+        import torch.distributed as dist
+
+        while True:
+            header = torch.zeros(2, dtype=torch.int64)
+            dist.broadcast(header, 0, group=self.control)
+            kind, length = KINDS[int(header[0])], int(header[1])
+            payload = torch.zeros(length, dtype=torch.uint8)
+            if length:
+                dist.broadcast(payload, 0, group=self.control)
+            if kind != "tick":
+                return kind, payload.numpy().tobytes()
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        """Every rank's blob in rank order on rank 0, [] elsewhere."""
+        if self.size == 1:
+            return [blob]
+        import torch
+        import torch.distributed as dist
+
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(blob)]), group=self.control)
+        if self.rank:
+            if blob:
+                dist.send(torch.frombuffer(bytearray(blob), dtype=torch.uint8), 0, group=self.control)
+            return []
+        blobs = [blob]
+        for rank in range(1, self.size):
+            received = torch.empty(int(lengths[rank]), dtype=torch.uint8)
+            if len(received):
+                dist.recv(received, rank, group=self.control)
+            blobs.append(received.numpy().tobytes())
+        return blobs
+
+    def explain(self, error: BaseException) -> None:
+        """Raise RankDied in place of `error`, which a collective raised, if a child has died."""
+        for child in self._children:
+            cause = child.died(wait_seconds=2.0)
+            if cause:
+                raise RankDied(cause) from error
+
+    def close(self, *, failed: bool) -> None:
+        """Leave the group. Rank 0 waits for its children, which it has sent `stop`; it kills those that don't end, and
+        all of them when it failed."""
+        import torch.distributed as dist
+
+        for child in self._children:
+            child.close(kill=failed)
+        if not failed:
+            dist.destroy_process_group()
+
+
+class _Child:
+    """One spawned rank and the thread that watches it."""
+
+    def __init__(self, arguments: list[str], *, rank: int) -> None:
+        self._rank, self._expected = rank, False
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lachesis", *arguments, "--rank", str(rank)],
+            stdin=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,
+        )
+        threading.Thread(target=self._watch, name=f"rank-{rank}", daemon=True).start()
+
+    def died(self, *, wait_seconds: float) -> str | None:
+        """How it ended, if it did within the next `wait_seconds`."""
+        try:
+            code = self._process.wait(wait_seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"rank {self._rank} {how}"
+
+    def close(self, *, kill: bool) -> None:
+        self._expected = True
+        if kill:
+            self._process.kill()
+        try:
+            self._process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _watch(self) -> None:
+        self._process.wait()
+        if self._expected:
+            return
+        logger.error("%s; the learner ends", self.died(wait_seconds=0))
+        # The main thread may sit in a collective that doesn't notice, where no exception reaches it.
+        threading.Event().wait(GRACE_SECONDS)
+        if not self._expected:
+            os._exit(1)
+
+
+def _wrap_by_deepspeed(backend: str) -> None:
+    import deepspeed
+    from deepspeed.utils import logger as deepspeed_logger
+
+    deepspeed_logger.setLevel(logging.WARNING)
+    # It would compile an operator for half a minute that only its inference uses.
+    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
