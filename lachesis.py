@@ -85,9 +85,12 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _queue(options: argparse.Namespace) -> int:
+    from lachesis_deploy.folder import write_config
     from lachesis_transport.broker import serve_queue
 
     config, folder = _role(options)
+    # What the queue runs with holds for the run: whoever reads the folder later finds it there.
+    write_config(config, folder)
     return _until_done(serve_queue, config, folder)
 
 
