@@ -16,7 +16,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -155,6 +155,8 @@ def engine_environment(
     if cpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(config.kv_cache_gib))
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # Eager mode still compiles pieces of the sampler, which costs the first request a quarter of a minute.
+        env["TORCH_COMPILE_DISABLE"] = "1"
         threads = config.threads or (len(parse_cores(config.cores)) if config.cores else None)
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
@@ -174,6 +176,8 @@ class Engine:
         self.url = url
         self._control = control
         self._requests = requests
+        self.on_pause: Callable[[bool], None] | None = None
+        """Called with True after the engine was paused and with False after it was resumed."""
 
     async def control(
         self, method: str, route: str, *, json: Any = None, params: Mapping[str, Any] | None = None
@@ -212,10 +216,14 @@ class Engine:
         and running requests are prefilled again."""
         flag = "true" if clear_cache else "false"
         await self.control("POST", "/pause", params={"mode": "keep", "clear_cache": flag})
+        if self.on_pause is not None:
+            self.on_pause(True)
 
     async def resume(self) -> None:
         """Schedule again."""
         await self.control("POST", "/resume")
+        if self.on_pause is not None:
+            self.on_pause(False)
 
     async def label(self, version: int) -> None:
         """Name the weights that are loaded."""
@@ -242,12 +250,12 @@ class Engine:
 
     async def render_chat(self, request: dict[str, Any]) -> list[int]:
         """The prompt's token ids of an OpenAI chat request, by the model's own chat template."""
-        answer = await self.control("POST", "/v1/chat/completions/render", json=request)
+        answer = await self._call(self._requests, "POST", "/v1/chat/completions/render", body=request)
         return [int(token) for token in answer["token_ids"]]
 
     async def tokenize(self, text: str) -> list[int]:
         """The token ids of a text, special tokens added as the tokenizer does for a prompt."""
-        answer = await self.control("POST", "/tokenize", json={"prompt": text})
+        answer = await self._call(self._requests, "POST", "/tokenize", body={"prompt": text})
         return [int(token) for token in answer["tokens"]]
 
     async def generate(
