@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from lachesis_configs.schema import Config
@@ -62,10 +62,22 @@ def user_error(error: BaseException) -> list[str]:
     return []
 
 
+class _ToStderr(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is at the time: the live panel takes its place to keep other lines above itself."""
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: object) -> None:
+        pass
+
+
 def start_logging(role: str) -> None:
     """Log to stderr, one line each: time, role, message."""
     logging.basicConfig(
-        stream=sys.stderr,
+        handlers=[_ToStderr()],
         level=os.environ.get("LACHESIS_LOG", "INFO").upper(),
         format=f"%(asctime)s {role}: %(message)s",
         datefmt="%H:%M:%S",

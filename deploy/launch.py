@@ -57,7 +57,11 @@ def launch(config_path: str | None, overrides: Sequence[str] = (), *, resume: Pa
     try:
         stopped_by = trio.run(run_roles, config, folder, commands)
     except RoleFailed as error:
-        print(f"lachesis launch: {error}\nThe other roles were ended; `lachesis report {folder}` shows what was done.")
+        print(
+            f"lachesis launch: {error}\nThe other roles were ended; `lachesis report {folder}` shows what was done.",
+            file=sys.stderr,
+            flush=True,
+        )
         return 1
     if stopped_by is not None:
         print(f"stopped; `lachesis report {folder}` shows what was done", flush=True)

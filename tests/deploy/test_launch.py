@@ -99,15 +99,15 @@ def test_a_resumed_run_goes_on_in_its_folder(wanted, monkeypatch):
 def test_a_failing_role_ends_the_run(wanted, monkeypatch, capsys):
     roles(monkeypatch, queue=FOREVER, learner="print('no memory'); raise SystemExit(7)")
     assert launch(wanted) == 1
-    out = capsys.readouterr().out
-    assert "learner ended with code 7. Its log runs/toy/logs/learner.log ends with:\n    no memory\n" in out
+    error = capsys.readouterr().err
+    assert "learner ended with code 7. Its log runs/toy/logs/learner.log ends with:\n    no memory\n" in error
     assert not Path("runs/toy/summary.json").exists()
 
 
 def test_a_learner_that_stops_early_ends_the_run(wanted, monkeypatch, capsys):
     roles(monkeypatch, queue=FOREVER, learner=learner(1))
     assert launch(wanted) == 1
-    assert "learner ended with code 0 before the run was finished" in capsys.readouterr().out
+    assert "learner ended with code 0 before the run was finished" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
