@@ -27,8 +27,8 @@ def parse_cores(text: str) -> set[int]:
     cores: set[int] = set()
     try:
         for part in text.split(","):
-            low, _, high = part.partition("-")
-            cores.update(range(int(low), int(high or low) + 1))
+            low, dash, high = part.partition("-")
+            cores.update(range(int(low), int(high if dash else low) + 1))
     except ValueError:
         cores = set()
     if not cores:
@@ -40,9 +40,10 @@ def _dies_with_its_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end_on_eof(command: subprocess.Popen[bytes], grace: float) -> None:
+def _end_on_eof(command: subprocess.Popen[bytes], grace: float, ending: threading.Event) -> None:
     while os.read(0, 4096):
         pass
+    ending.set()
     command.terminate()
     try:
         command.wait(grace)
@@ -60,8 +61,13 @@ def main(argv: list[str]) -> int:
     command = subprocess.Popen(argv[at + 1 :], stdin=subprocess.DEVNULL, preexec_fn=_dies_with_its_parent)
     signal.signal(signal.SIGTERM, lambda *_: command.terminate())
     signal.signal(signal.SIGINT, lambda *_: command.terminate())
-    threading.Thread(target=_end_on_eof, args=(command, float(options.get("--grace", "10"))), daemon=True).start()
+    ending = threading.Event()
+    grace = float(options.get("--grace", "10"))
+    end = threading.Thread(target=_end_on_eof, args=(command, grace, ending), daemon=True)
+    end.start()
     status = command.wait()
+    if ending.is_set():
+        end.join()  # what the command left behind in the group is still to be killed
     return status if status >= 0 else 128 - status
 
 
