@@ -169,7 +169,8 @@ def _panel(progress: Progress, config: Config, folder: Path, seconds: float) -> 
     logs.add_column(style="dim", no_wrap=True, overflow="ellipsis")
     for path in sorted((folder / LOGS).glob("*.log")):
         logs.add_row(path.stem, Text("".join(tail(path, 1, max_bytes=512))))
-    bar = ProgressBar(total=progress.steps, completed=progress.done)
+    bar = Table.grid(expand=True)
+    bar.add_row(ProgressBar(total=progress.steps, completed=progress.done))
     return Panel(Group(bar, table, logs), title=f"{config.run.name}  {_clock(seconds)}", title_align="left")
 
 

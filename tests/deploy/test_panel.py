@@ -83,6 +83,7 @@ def test_the_panel_shows_values_and_the_last_line_of_every_log(tmp_path):
     console.print(_panel(progress, Config(), tmp_path, 61.0))
     text = console.export_text()
     assert "run  1:01" in text
+    assert "10/40, left ?" in text
     assert "3 groups ready, 20 tickets live" in text
     assert "waiting for a batch" in text
     assert "first" not in text
