@@ -4,14 +4,13 @@ The thread keeps a checkpoint-format mirror of the weights on the host and bring
 generation goes on. It speaks only with its own actor process, over loopback ZeroMQ, and obeys these commands, one at a
 time; each answer carries the command's id:
 
-| command | does | answers |
-| --- | --- | --- |
-| state {shards} | hashes the mirror | version, checksum |
-| know {version} | believes the actor that the mirror, whose checksum it knows, is that version | - |
-| receive {version, parent, sizes, checksum, group, seconds} | takes a delta from the collective channel, applies it | checksum |
-| begin {version, parent, sizes, checksum, shards, bytes}, chunk {offset} + frame, ... , commit | the same in pieces | checksum |
+- state {shards}: hashes the mirror; answers version and checksum.
+- know {version}: believes the actor that the mirror, whose checksum it has seen, is that version.
+- receive {version, parent, sizes, checksum, group, seconds}: takes a delta from the collective channel and applies it.
+- begin {version, parent, sizes, checksum, shards}, chunk {offset} + frame, ..., commit: the same in pieces.
 
-`begin` without a parent announces an anchor: its chunks are the mirror's own bytes and are written straight into it.
+`receive` and `commit` answer the checksum of the result. `begin` without a parent announces an anchor: its chunks are
+the mirror's own bytes and are written straight into it.
 After anything that leaves the mirror's content in doubt its version is null until the next anchor.
 
 The engine's update (`LachesisWeightTransfer`) only copies from the mirror, so nothing in its step loop waits for a
@@ -218,7 +217,7 @@ class Receiver:
             self.version = None
             if transfer.parent is not None:
                 try:
-                    self.mirror.apply(transfer.buffer, sizes=transfer.sizes)
+                    self.mirror.apply(transfer.buffer.data, sizes=transfer.sizes)
                 except CodecError:
                     self.version = transfer.parent  # nothing was written
                     raise

@@ -5,6 +5,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lachesis_transport.weights.codec import (
     CodecError,
     DeltaWriter,

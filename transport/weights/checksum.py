@@ -18,7 +18,7 @@ DIGEST_BYTES = 16
 
 def shard_digests(parts: Sequence[np.ndarray]) -> bytes:
     """16 bytes a tensor: the hash of this rank's part (uint16, contiguous, possibly empty) of each."""
-    return b"".join(xxhash.xxh3_128_digest(memoryview(part)) for part in parts)
+    return b"".join(xxhash.xxh3_128_digest(part.data) for part in parts)
 
 
 def combine(layout: Layout, digests: Sequence[bytes]) -> str:

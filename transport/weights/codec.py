@@ -109,7 +109,7 @@ class DeltaWriter:
         self._values: list[np.ndarray] = []
 
     def add(self, tensor: int, base: np.ndarray, new: np.ndarray, *, positions: np.ndarray) -> None:
-        """Encode what `positions` (ascending, from changed_positions) of one tensor became. Tensors in ascending order."""
+        """Encode what one tensor became at `positions` (from changed_positions). Tensors in ascending order."""
         self._advance(tensor)
         if not len(positions):
             return
@@ -157,12 +157,12 @@ class DeltaWriter:
                 continue
             raw = [_join(plane) for plane in self._gaps.get(mode, [])]
             raw += [_join(code_parts), _join(self._escapes[mode]).view(np.uint8)]
-            packed = [compressor.compress(memoryview(part)) for part in raw]
+            packed = [compressor.compress(part.data) for part in raw]
             sections.append(
                 {"mode": mode, "raw": [len(part) for part in raw], "packed": [len(part) for part in packed]}
             )
             streams += packed
-        streams += [memoryview(part).cast("B") for part in self._values]
+        streams += [part.data.cast("B") for part in self._values]
         header = msgpack.packb({"format": FORMAT, "modes": bytes(self._modes), "sections": sections})
         return b"".join([len(header).to_bytes(4, "little"), header, *streams])
 

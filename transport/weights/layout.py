@@ -17,7 +17,7 @@ MAX_NAME = 1024
 
 
 def shard_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:
-    """[start, stop) of a rank's part of a flattened tensor: equal parts of ceil(numel / ranks), the last ones shorter."""
+    """[start, stop) of a rank's part of a flattened tensor: ceil(numel / ranks) elements, fewer at the end."""
     part = -(-numel // ranks)
     return min(numel, rank * part), min(numel, (rank + 1) * part)
 

@@ -69,12 +69,12 @@ class Mirror:
         """Of the weights as they are, for a learner of `shards` ranks."""
         return mirror_checksum(self.layout, self.bits, shards=shards)
 
-    def apply(self, payload: bytes | memoryview | np.ndarray, *, sizes: Sequence[int]) -> int:
+    def apply(self, payload: bytes | memoryview, *, sizes: Sequence[int]) -> int:
         """Apply one payload: the blobs of all ranks end to end, `sizes` bytes each. Returns the elements written.
 
         Everything is decoded before the first element changes: raises CodecError with the mirror untouched.
         """
-        view = memoryview(payload).cast("B")
+        view = memoryview(payload)
         if sum(sizes) != len(view):
             raise CodecError(f"payload: {len(view)} bytes, expected {sum(sizes)}")
         patches = []

@@ -1,0 +1,180 @@
+"""What every learner rank contributes to a publication: the exact change of its own shard of the bf16 weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lachesis_transport.messages import MessageError, pack, take, unpack
+from lachesis_transport.weights.checksum import DIGEST_BYTES, shard_digests
+from lachesis_transport.weights.codec import DENSE_SHARE, DeltaWriter, changed_positions, first_non_finite
+from lachesis_transport.weights.layout import Layout, shard_range
+
+
+class NonFiniteWeights(ValueError):
+    """A weight is NaN or infinite; the text names the tensor, the flat index and the value. Nothing was encoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One rank's part of one tensor."""
+
+    name: str
+    """Name as in the Hugging Face checkpoint's safetensors; a tied lm_head never appears."""
+    flat: torch.Tensor
+    """bf16[n]: the valid elements of this rank's part (no padding); n may be 0. May be a view of live weights, on any
+    device: it is read anew at each `encode`."""
+    start: int
+    """Index of flat[0] in the flattened whole tensor: rank * ceil(numel / ranks), at most numel."""
+    numel: int
+    """Elements of the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardBlob:
+    """What one rank contributes to one version."""
+
+    rank: int
+    ranks: int
+    anchor: bool
+    """True: values of every element. False: the exact difference to the previous `encode`."""
+    checksums: bytes
+    """16 bytes (xxh3-128) a tensor, in layout order, over this rank's part after the change."""
+    changed: int
+    """Elements of this shard whose bits changed (an anchor: all)."""
+    total: int
+    """Elements of this shard."""
+    payload: bytes | memoryview
+    """Encoded elements (lachesis_transport.weights.codec)."""
+
+    def to_wire(self) -> bytes:
+        """The bytes that travel to rank 0."""
+        header = pack(
+            {
+                "rank": self.rank,
+                "ranks": self.ranks,
+                "anchor": self.anchor,
+                "checksums": self.checksums,
+                "changed": self.changed,
+                "total": self.total,
+            }
+        )
+        return b"".join([len(header).to_bytes(4, "little"), header, self.payload])
+
+    @classmethod
+    def from_wire(cls, wire: bytes | memoryview) -> ShardBlob:
+        """Decode and check sizes; the payload stays a view. Raises MessageError."""
+        view = memoryview(wire).cast("B")
+        size = int.from_bytes(view[:4], "little")
+        if len(view) < 4 + size:
+            raise MessageError(f"blob: {len(view)} bytes, expected at least {4 + size}")
+        header = unpack(view[4 : 4 + size])
+        blob = cls(
+            rank=take(header, "rank", int),
+            ranks=take(header, "ranks", int),
+            anchor=take(header, "anchor", bool),
+            checksums=take(header, "checksums", bytes),
+            changed=take(header, "changed", int),
+            total=take(header, "total", int),
+            payload=view[4 + size :],
+        )
+        if not 0 <= blob.rank < blob.ranks:
+            raise MessageError(f"rank: {blob.rank}, expected 0 to {blob.ranks - 1}")
+        if len(blob.checksums) % DIGEST_BYTES:
+            raise MessageError(f"checksums: {len(blob.checksums)} bytes, expected {DIGEST_BYTES} a tensor")
+        return blob
+
+
+class ShardEncoder:
+    """Encodes a rank's shard of the bf16 weights against its own last published shard, of which it keeps a host copy.
+
+    Args:
+        shards: this rank's part of every tensor, also where that part is empty; every rank names the same tensors.
+        rank, ranks: this learner rank and their number.
+
+    Raises ValueError when a part is not bf16 or not where its rank's part lies.
+    """
+
+    def __init__(self, shards: Sequence[Shard], *, rank: int, ranks: int) -> None:
+        self.layout = Layout.of((s.name, s.numel) for s in shards)
+        """Names and sizes of the whole tensors, sorted by name: the same on every rank."""
+        self._rank, self._ranks = rank, ranks
+        self._shards = sorted(shards, key=lambda shard: shard.name)
+        for shard in self._shards:
+            start, stop = shard_range(shard.numel, rank=rank, ranks=ranks)
+            if shard.flat.dtype != torch.bfloat16 or shard.flat.shape != (stop - start,) or shard.start != start:
+                raise ValueError(
+                    f"{shard.name}: {shard.flat.dtype}{list(shard.flat.shape)} from {shard.start}, "
+                    f"expected torch.bfloat16[{stop - start}] from {start} on rank {rank} of {ranks}"
+                )
+        self._baseline: list[np.ndarray] | None = None
+
+    def encode(self, *, anchor: bool = False) -> ShardBlob:
+        """Encode what changed since the last call and make it the new baseline. Blocking; CPU-bound.
+
+        The first call must be an anchor. Raises NonFiniteWeights, naming the tensor; the baseline is then unchanged.
+        """
+        writer = DeltaWriter(tensors=len(self._shards))
+        total = sum(len(s.flat) for s in self._shards)
+        if anchor:
+            changed, self._baseline = total, self._copy_all(writer)
+        else:
+            changed = self._write_changes(writer)
+        assert self._baseline is not None
+        return ShardBlob(
+            rank=self._rank,
+            ranks=self._ranks,
+            anchor=anchor,
+            checksums=shard_digests(self._baseline),
+            changed=changed,
+            total=total,
+            payload=writer.finish(),
+        )
+
+    def _copy_all(self, writer: DeltaWriter) -> list[np.ndarray]:
+        copies = []
+        for i, shard in enumerate(self._shards):
+            copy = _bits(shard.flat).copy()
+            self._check(shard, copy)
+            writer.add_values(i, copy)
+            copies.append(copy)
+        return copies
+
+    def _write_changes(self, writer: DeltaWriter) -> int:
+        if self._baseline is None:
+            raise ValueError("anchor: false on the first encode, expected true: there is nothing to differ from")
+        changed = 0
+        moves: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]] = []
+        for i, (shard, base) in enumerate(zip(self._shards, self._baseline, strict=True)):
+            new = _bits(shard.flat)
+            positions = changed_positions(base, new)
+            if not len(positions):
+                continue
+            changed += len(positions)
+            values = new[positions]
+            self._check(shard, values, positions)
+            writer.add(i, base, new, positions=positions)
+            if len(positions) > DENSE_SHARE * len(new):
+                moves.append((base, None, new))
+            else:
+                moves.append((base, positions.astype(np.uint32), values))
+        for base, at, values in moves:
+            if at is None:
+                base[:] = values
+            else:
+                base[at] = values
+        return changed
+
+    def _check(self, shard: Shard, bits: np.ndarray, positions: np.ndarray | None = None) -> None:
+        at = first_non_finite(bits)
+        if at is not None:
+            value = float((bits[at : at + 1].astype(np.uint32) << 16).view(np.float32)[0])
+            index = shard.start + (at if positions is None else int(positions[at]))
+            raise NonFiniteWeights(f"{shard.name}[{index}]: {value}, expected a finite weight; nothing was published")
+
+
+def _bits(flat: torch.Tensor) -> np.ndarray:
+    return flat.detach().cpu().contiguous().view(torch.int16).numpy().view(np.uint16)

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from lachesis_transport.weights.checksum import combine, mirror_checksum, shard_digests
+from lachesis_transport.weights.codec import DeltaWriter, changed_positions
+from lachesis_transport.weights.layout import Layout, shard_range
+from lachesis_transport.weights.mirror import Mirror
+from lachesis_transport.weights.version_log import Entry, Step, VersionLog, entry_of
+
+LAYOUT = Layout.of([("b", 1_000), ("a", 37), ("empty", 0)])
+
+
+def payloads(old: np.ndarray | None, new: np.ndarray, *, ranks: int) -> list[bytes]:
+    parts = []
+    for rank in range(ranks):
+        writer = DeltaWriter(tensors=len(LAYOUT.names))
+        for i, (start, stop) in enumerate(LAYOUT.ranges(rank=rank, ranks=ranks)):
+            if old is None:
+                writer.add_values(i, new[start:stop])
+            else:
+                base = old[start:stop]
+                writer.add(i, base, new[start:stop], positions=changed_positions(base, new[start:stop]))
+        parts.append(writer.finish())
+    return parts
+
+
+class History:
+    """Random weights of versions 0, 1, ... and their entries."""
+
+    def __init__(self, *, ranks: int = 2, share: float = 0.01) -> None:
+        self.rng = np.random.default_rng(0)
+        self.ranks, self.share = ranks, share
+        self.weights = [self.rng.integers(0, 1 << 15, LAYOUT.total, dtype=np.uint16)]
+
+    def entry(self, version: int, *, anchor: bool = False) -> Entry:
+        while len(self.weights) <= version:
+            new = self.weights[-1].copy()
+            at = self.rng.random(len(new)) < self.share
+            at[0] = True
+            new[at] += 1
+            self.weights.append(new)
+        new = self.weights[version]
+        anchor = anchor or version == 0
+        return entry_of(
+            version=version,
+            parent=None if anchor else version - 1,
+            checksum=mirror_checksum(LAYOUT, new, shards=self.ranks),
+            payloads=payloads(None if anchor else self.weights[version - 1], new, ranks=self.ranks),
+        )
+
+
+def fold(log: VersionLog, *, now: float = 0.0) -> bool:
+    entries = log.begin_fold(now=now)
+    if entries:
+        assert log.plan("r", checksum="", now=now) is None
+        log.fold(entries)
+        log.end_fold(entries)
+    return bool(entries)
+
+
+def follow(log: VersionLog, mirror: Mirror, steps: Sequence[Step], *, size: int = 100) -> None:
+    """Fetch and apply steps the way a joiner does, in small pieces."""
+    for step in steps:
+        total = b""
+        while len(total) < step.bytes:
+            piece = log.read(
+                "r", version=step.version, anchor=step.parent is None, offset=len(total), size=size, now=0.0
+            )
+            assert piece is not None
+            total += bytes(piece)
+        if step.parent is None:
+            mirror.bits[:] = np.frombuffer(total, np.uint16)
+        else:
+            mirror.apply(total, sizes=step.sizes)
+        assert mirror.checksum(shards=step.shards) == step.checksum
+
+
+def test_shard_ranges_cover_each_element_once() -> None:
+    for numel in (0, 1, 2, 7, 8, 1000):
+        for ranks in (1, 2, 3, 8):
+            parts = [shard_range(numel, rank=r, ranks=ranks) for r in range(ranks)]
+            assert [i for a, b in parts for i in range(a, b)] == list(range(numel))
+
+
+def test_ranks_together_hash_what_a_mirror_hashes() -> None:
+    bits = np.arange(LAYOUT.total, dtype=np.uint16)
+    checksums = set()
+    for ranks in (1, 2, 3):
+        digests = [
+            shard_digests([bits[a:b] for a, b in LAYOUT.ranges(rank=rank, ranks=ranks)]) for rank in range(ranks)
+        ]
+        assert combine(LAYOUT, digests) == mirror_checksum(LAYOUT, bits, shards=ranks)
+        checksums.add(combine(LAYOUT, digests))
+    assert len(checksums) == 3
+    before = mirror_checksum(LAYOUT, bits, shards=2)
+    bits[500] ^= 1
+    assert mirror_checksum(LAYOUT, bits, shards=2) != before
+    with pytest.raises(ValueError, match=r"digests\[0\]: 16 bytes, expected 48"):
+        combine(LAYOUT, [b"x" * 16])
+
+
+def test_layouts_say_where_they_differ() -> None:
+    other = Layout.of([("a", 37), ("b", 999), ("empty", 0)])
+    assert LAYOUT.difference(other) == "b: 1000 elements here, 999 there"
+    assert LAYOUT.difference(Layout.from_wire(LAYOUT.to_wire())) == ""
+    assert LAYOUT.offsets == (0, 37, 1037)
+
+
+def test_a_reader_gets_deltas_while_they_are_kept_and_an_anchor_else() -> None:
+    history, log = History(), VersionLog(LAYOUT, limit=4)
+    assert log.plan("r", checksum="", now=0.0) is None
+    for version in range(8):
+        log.append(history.entry(version))
+        assert fold(log)
+    assert not fold(log)
+    for held, first in ((7, None), (6, 7), (4, 5), (3, "anchor"), (0, "anchor")):
+        mirror = Mirror(LAYOUT)
+        mirror.bits[:] = history.weights[held]
+        plan = log.plan("r", checksum=mirror.checksum(shards=2), now=0.0)
+        assert plan is not None
+        assert plan.held == (None if first == "anchor" else held)
+        assert [s.version for s in plan.steps] == ([7] if first == "anchor" else list(range(held + 1, 8)))
+        follow(log, mirror, plan.steps)
+        np.testing.assert_array_equal(mirror.bits, history.weights[7])
+
+
+def test_deltas_that_are_larger_than_the_weights_are_not_worth_it() -> None:
+    history, log = History(share=0.9), VersionLog(LAYOUT, limit=4)
+    for version in range(4):
+        log.append(history.entry(version))
+        fold(log)
+    plan = log.plan("r", checksum=mirror_checksum(LAYOUT, history.weights[0], shards=2), now=0.0)
+    assert plan is not None
+    assert [s.parent for s in plan.steps] == [None]
+
+
+def test_a_pinned_mirror_waits_while_deltas_pile_up_to_a_limit() -> None:
+    history, log = History(share=0.0), VersionLog(LAYOUT, limit=4, lease_seconds=30.0)
+    log.append(history.entry(0))
+    fold(log)
+    plan = log.plan("r", checksum="unknown", now=0.0)
+    assert plan is not None
+    for version in (1, 2):
+        log.append(history.entry(version))
+        assert not fold(log, now=1.0)
+    mirror = Mirror(LAYOUT)
+    follow(log, mirror, plan.steps)
+    plan = log.plan("r", checksum=plan.steps[0].checksum, now=1.0)
+    assert plan is not None
+    follow(log, mirror, plan.steps)
+    np.testing.assert_array_equal(mirror.bits, history.weights[2])
+    assert fold(log, now=100.0)
+    log.plan("r", checksum="unknown", now=100.0)
+    for version in (3, 4):
+        log.append(history.entry(version))
+        assert not fold(log, now=100.0)
+    log.append(history.entry(5))
+    assert fold(log, now=100.0)  # too many: the reader has to start again
+    assert log.read("r", version=2, anchor=True, offset=0, size=9, now=100.0) is None
+
+
+def test_a_release_lets_the_mirror_go_on() -> None:
+    history, log = History(), VersionLog(LAYOUT)
+    log.append(history.entry(0))
+    fold(log)
+    log.plan("r", checksum="unknown", now=0.0)
+    log.append(history.entry(1))
+    assert not fold(log)
+    log.release("r")
+    assert fold(log)
+
+
+def test_what_arrives_during_a_fold_is_folded_next() -> None:
+    history, log = History(), VersionLog(LAYOUT)
+    log.append(history.entry(0))
+    entries = log.begin_fold(now=0.0)
+    log.append(history.entry(1))
+    log.append(history.entry(3, anchor=True))
+    log.fold(entries)
+    log.end_fold(entries)
+    assert log.plan("r", checksum="unknown", now=0.0) is None  # an anchor has to be folded first
+    assert fold(log)
+    plan = log.plan("r", checksum="unknown", now=0.0)
+    assert plan is not None
+    mirror = Mirror(LAYOUT)
+    follow(log, mirror, plan.steps)
+    np.testing.assert_array_equal(mirror.bits, history.weights[3])
+
+
+def test_an_anchor_in_between_replaces_everything() -> None:
+    history, log = History(), VersionLog(LAYOUT)
+    for version in range(3):
+        log.append(history.entry(version))
+        fold(log)
+    log.append(history.entry(5, anchor=True))
+    held = mirror_checksum(LAYOUT, history.weights[2], shards=2)
+    assert log.plan("r", checksum=held, now=0.0) is None
+    fold(log)
+    plan = log.plan("r", checksum=held, now=0.0)
+    assert plan is not None
+    assert [s.parent for s in plan.steps] == [None]
+    mirror = Mirror(LAYOUT)
+    follow(log, mirror, plan.steps)
+    np.testing.assert_array_equal(mirror.bits, history.weights[5])
+
+
+def test_what_does_not_follow_is_refused() -> None:
+    history, log = History(), VersionLog(LAYOUT)
+    with pytest.raises(ValueError, match="parent: 0, expected the newest version None"):
+        log.append(history.entry(1))
+    log.append(history.entry(0))
+    with pytest.raises(ValueError, match="version: 0, expected more than 0"):
+        log.append(history.entry(0))
+    with pytest.raises(ValueError, match="parent: 1, expected the newest version 0"):
+        log.append(history.entry(2))
