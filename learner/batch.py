@@ -19,6 +19,9 @@ from lachesis_transport.messages import Batch, Group, Trajectory
 
 T = TypeVar("T")
 
+PASS_COST = 64
+"""Positions of padding that cost about as much as another pass, which adds its gradients to all parameters' again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
@@ -215,7 +218,10 @@ def _pack(trees: Iterable[_Tree], limit: int, pad_token: int) -> list[MicroBatch
             if row is not None:
                 rows[row].append(tree)
                 room[row] -= tree.size
-            elif not rows or (len(rows) + 1) * length <= limit:
+            elif not rows or (
+                (len(rows) + 1) * length <= limit
+                and (4 * tree.size >= 3 * length or sum(room) + length - tree.size <= PASS_COST)
+            ):
                 rows.append([tree])
                 room.append(length - tree.size)
             else:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-CHUNK_LOGITS = 1 << 25
+from lachesis_learner import attention
+
+CHUNK_LOGITS = 1 << 26
 """Logits that exist at once, at most (or those of one position, where the vocabulary is larger still)."""
+
+PART_LOGITS = 1 << 20
+"""Of those, the logits that a CPU works on in float32 at once: a third of the time of all in one go."""
 
 
 class Policy(torch.nn.Module):
@@ -35,6 +41,7 @@ class Policy(torch.nn.Module):
             raise ValueError(
                 f"model: config.layer_types is {sorted(set(config.layer_types))}, expected full attention only"
             )
+        model.set_attn_implementation(attention.NAME)
         model.lm_head = TokenHead(head.weight)
         self.model = model
 
@@ -52,18 +59,14 @@ class Policy(torch.nn.Module):
         that a backward pass still runs through every parameter.
         """
         hidden = self.model.base_model(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask(ends), use_cache=False
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention.attention_mask(ends),
+            use_cache=False,
         ).last_hidden_state
         # Completions that branch at one position, and equal ones, share its logits.
         positions, rows = torch.unique(predict, return_inverse=True)
         return self.model.lm_head(hidden.flatten(0, 1).index_select(0, positions), rows, targets)
-
-
-def attention_mask(ends: torch.Tensor) -> torch.Tensor:
-    """bool [R, 1, L, L] (query, key): whether the query sees the key, k <= q < ends[k]. ends: int64 [R, L]."""
-    place = torch.arange(ends.shape[1], device=ends.device)
-    query, key = place[:, None], place[None, :]
-    return ((key <= query) & (query < ends[:, None, :]))[:, None]
 
 
 class TokenHead(torch.nn.Module):
@@ -77,53 +80,71 @@ class TokenHead(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of targets[k] given hidden[rows[k]], and the entropy there. hidden [P, H]; rows, targets int64 [K]."""
+        """Log-prob of targets[k] given hidden[rows[k]] and entropy there: hidden [P, H], rows and targets int64 [K]."""
         return _TokenLogprobs.apply(hidden, self.weight, rows, targets)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-softmax in float32 over chunks of positions; a pass of more than one chunk computes its logits twice."""
+    """Log-softmax in float32. A pass of more than one chunk of logits computes them twice instead of keeping them."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = hidden.new_empty(len(rows), dtype=torch.float32)
-        entropy = torch.empty_like(logprobs)
         log_total = hidden.new_empty(len(hidden), dtype=torch.float32)
-        chunks = _chunks(len(hidden), len(weight))
+        entropy = torch.empty_like(log_total)
+        chunks = _chunks(hidden, weight)
         logits = None
         for start, stop in chunks:
             logits = hidden[start:stop] @ weight.t()
-            exact = logits.float()
-            log_total[start:stop] = exact.logsumexp(dim=1)
+            for first, part in _parts(logits):
+                exact = part.to(torch.float32, copy=True)
+                top = exact.amax(dim=1, keepdim=True)
+                exact.sub_(top)
+                mass = exact.exp()
+                total = mass.sum(dim=1)
+                at = slice(start + first, start + first + len(part))
+                log_total[at] = total.log() + top.squeeze(1)
+                entropy[at] = total.log() - torch.linalg.vecdot(mass, exact) / total
             here = ((rows >= start) & (rows < stop)).nonzero().squeeze(1)
-            logprobs[here] = exact[rows[here] - start, targets[here]] - log_total[rows[here]]
-            spread = log_total[start:stop] - ((exact - log_total[start:stop, None]).exp() * exact).sum(dim=1)
-            entropy[here] = spread[rows[here] - start]
+            logprobs[here] = logits[rows[here] - start, targets[here]].float() - log_total[rows[here]]
         ctx.save_for_backward(hidden, weight, rows, targets, log_total)
         ctx.logits = logits if len(chunks) == 1 else None
+        entropy = entropy[rows]
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         hidden, weight, rows, targets, log_total = ctx.saved_tensors
+        kept, ctx.logits = ctx.logits, None
+        chunks = _chunks(hidden, weight)
         grad_hidden = torch.empty_like(hidden)
-        chunks = _chunks(len(hidden), len(weight))
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32 if len(chunks) > 1 else weight.dtype)
-        of_row = grad.new_zeros(len(hidden)).index_add_(0, rows, grad)
+        total = None if len(chunks) == 1 else torch.zeros_like(weight, dtype=torch.float32)
+        of_position = grad.new_zeros(len(hidden)).index_add_(0, rows, grad)
         for start, stop in chunks:
-            logits = hidden[start:stop] @ weight.t() if ctx.logits is None else ctx.logits
-            slope = (logits.float() - log_total[start:stop, None]).exp_() * -of_row[start:stop, None]
-            here = ((rows >= start) & (rows < stop)).nonzero().squeeze(1)
-            slope.index_put_((rows[here] - start, targets[here]), grad[here], accumulate=True)
-            slope = slope.to(hidden.dtype)
+            # The slope overwrites the logits: a target's gradient times (1 if it is the token, else 0) - probability.
+            slope = hidden[start:stop] @ weight.t() if kept is None else kept
+            for first, part in _parts(slope):
+                at = slice(start + first, start + first + len(part))
+                exact = part.to(torch.float32, copy=True).sub_(log_total[at, None]).exp_().mul_(-of_position[at, None])
+                here = ((rows >= at.start) & (rows < at.stop)).nonzero().squeeze(1)
+                exact.index_put_((rows[here] - at.start, targets[here]), grad[here], accumulate=True)
+                part.copy_(exact)
             grad_hidden[start:stop] = slope @ weight
-            grad_weight += slope.t() @ hidden[start:stop]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+            grad_weight = slope.t() @ hidden[start:stop]
+            if total is not None:
+                total += grad_weight
+        return grad_hidden, grad_weight if total is None else total.to(weight.dtype), None, None
 
 
-def _chunks(positions: int, vocabulary: int) -> list[tuple[int, int]]:
-    step = max(1, CHUNK_LOGITS // vocabulary)
-    return [(start, min(start + step, positions)) for start in range(0, positions, step)]
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[tuple[int, int]]:
+    step = max(1, CHUNK_LOGITS // len(weight))
+    return [(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
+
+
+def _parts(logits: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Views of `logits` [P, V] and where they start: on a CPU small enough to stay in its cache between operations."""
+    step = max(1, PART_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    return ((first, logits[first : first + step]) for first in range(0, len(logits), step))
