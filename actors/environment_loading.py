@@ -56,12 +56,13 @@ def load_environment(path: str) -> type[BaseEnv]:
 
 
 def make_environment(
-    kind: type[BaseEnv], environment: Environment, config: Config, *, url: str, model: Path, seed: int
+    kind: type[BaseEnv], environment: Environment, config: Config, *, url: str, model: Path, seed: int, folder: Path
 ) -> BaseEnv:
     """An instance of `kind` whose server is the gateway at `url` and whose tokenizer is that of the folder `model`.
 
     Its configuration is the class's own default, then `environment.options`, then what Lachesis decides; `seed` goes
-    into a config field of that name unless the options set it. Raises ConfigError for options that the class does not
+    into a config field of that name unless the options set it. Relative paths of what Atropos itself may write (groups,
+    evaluations) start at `folder`. Raises ConfigError for options that the class does not
     have, that do not fit, or that Lachesis decides.
     """
     default = kind.config_init()[0]
@@ -72,6 +73,9 @@ def make_environment(
     values = {**default.model_dump(), **environment.options, **decided}
     if "seed" in type(default).model_fields and "seed" not in environment.options:
         values["seed"] = seed
+    for key in ("data_dir_to_save_evals", "data_path_to_save_groups"):
+        if values[key] is not None:
+            values[key] = str(folder / values[key])
     try:
         own = type(default)(**values)
     except ValidationError as error:

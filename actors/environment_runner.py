@@ -108,7 +108,8 @@ async def _run(config: Config, environment: Environment, url: str, folder: Path)
         lists_from_chat_templates()
         stamp_requests(url, request_headers)
         kind = load_environment(environment.path)
-        env = make_environment(kind, environment, config, url=url, model=resolve_model(config.model.path), seed=seed)
+        model = resolve_model(config.model.path)
+        env = make_environment(kind, environment, config, url=url, model=model, seed=seed, folder=folder)
         await EnvironmentRunner(env, routes, config=config, environment=environment).run()
 
 

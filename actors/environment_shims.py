@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
-import httpx
 from transformers import PreTrainedTokenizerBase
 
 
@@ -31,9 +32,9 @@ def lists_from_chat_templates() -> None:
 
 
 def stamp_requests(url: str, headers: Callable[[], dict[str, str]]) -> None:
-    """Add `headers()`, called in the context of the request, to everything that aiohttp and httpx send below `url`.
+    """Add `headers()`, called in the context of the request, to all that aiohttp, httpx and httpx2 send below `url`.
 
-    These two are what Atropos's servers and the OpenAI client use; requests to anywhere else stay as they are.
+    These are what Atropos's servers and the OpenAI client use; requests to anywhere else stay as they are.
     """
     mine = url.rstrip("/") + "/"
     aiohttp_request = aiohttp.ClientSession._request
@@ -45,19 +46,26 @@ def stamp_requests(url: str, headers: Callable[[], dict[str, str]]) -> None:
         return await aiohttp_request(self, method, str_or_url, **kwargs)
 
     aiohttp.ClientSession._request = request  # type: ignore[method-assign]
-    asynchronous, blocking = httpx.AsyncClient.send, httpx.Client.send
+    # The OpenAI client speaks through httpx2 or httpx, depending on its version.
+    for name in ("httpx", "httpx2"):
+        if importlib.util.find_spec(name) is not None:
+            _stamp_httpx(importlib.import_module(name), mine, headers)
+
+
+def _stamp_httpx(library: Any, mine: str, headers: Callable[[], dict[str, str]]) -> None:
+    asynchronous, blocking = library.AsyncClient.send, library.Client.send
 
     @functools.wraps(asynchronous)
-    async def send(self: httpx.AsyncClient, request: httpx.Request, **kwargs: Any) -> httpx.Response:
+    async def send(self: Any, request: Any, **kwargs: Any) -> Any:
         if str(request.url).startswith(mine):
             request.headers.update(headers())
         return await asynchronous(self, request, **kwargs)
 
     @functools.wraps(blocking)
-    def send_blocking(self: httpx.Client, request: httpx.Request, **kwargs: Any) -> httpx.Response:
+    def send_blocking(self: Any, request: Any, **kwargs: Any) -> Any:
         if str(request.url).startswith(mine):
             request.headers.update(headers())
         return blocking(self, request, **kwargs)
 
-    httpx.AsyncClient.send = send  # type: ignore[method-assign]
-    httpx.Client.send = send_blocking  # type: ignore[method-assign]
+    library.AsyncClient.send = send
+    library.Client.send = send_blocking
