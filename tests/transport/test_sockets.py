@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import trio
+import zmq
+
+from lachesis_transport.sockets import check_loopback, open_socket
+
+SECONDS = 20
+PEER = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.connect(sys.argv[1])
+number = 0
+while True:
+    socket.send(number.to_bytes(8, "little") + b"x" * 1000)
+    number += 1
+"""
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:1", "tcp://10.0.0.1:1", "ipc:///tmp/x", "tcp://example.org:1", "tcp://*:1"]
+)
+def test_only_loopback_is_served(address):
+    with pytest.raises(ValueError, match=r"expected tcp://127\.0\.0\.1:PORT"):
+        check_loopback(address)
+
+
+def test_loopback_addresses_are_fine():
+    check_loopback("tcp://127.0.0.1:5710")
+    check_loopback("tcp://localhost:5710")
+
+
+@pytest.mark.trio
+async def test_an_address_in_use_is_one_clear_error():
+    async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as first:
+        with pytest.raises(OSError, match="cannot be bound: Address already in use"):
+            async with open_socket(zmq.ROUTER, bind=first.address):
+                pytest.fail("bound twice")
+
+
+@pytest.mark.trio
+async def test_many_senders_and_receivers_under_cancellation_lose_and_double_nothing():
+    """Receives and sends are cancelled all the time; what was sent arrives exactly once."""
+    senders, each = 4, 300
+    arrived: list[int] = []
+    with trio.fail_after(SECONDS):
+        async with (
+            open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0", high_water=4) as server,
+            open_socket(zmq.DEALER, connect=server.address, high_water=4) as client,
+            trio.open_nursery() as nursery,
+        ):
+
+            async def send(name: int) -> None:
+                number = turn = 0
+                while number < each:
+                    turn += 1
+                    sent = False
+                    with trio.move_on_after(0.0002 * (turn % 3)):
+                        await client.send([(name * each + number).to_bytes(4, "little"), b"y" * 2000])
+                        sent = True
+                    number += sent
+
+            async def receive() -> None:
+                turn = 0
+                while len(arrived) < senders * each:
+                    turn += 1
+                    with trio.move_on_after(0.0003 * (turn % 4)):
+                        frames = await server.receive()
+                        arrived.append(int.from_bytes(frames[1].bytes, "little"))
+                nursery.cancel_scope.cancel()
+
+            for name in range(senders):
+                nursery.start_soon(send, name)
+            for _ in range(2):
+                nursery.start_soon(receive)
+    assert sorted(arrived) == list(range(senders * each))
+
+
+@pytest.mark.trio
+async def test_a_send_waits_for_a_slow_peer_and_a_full_queue_is_reported():
+    async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0", high_water=2) as server:
+        async with open_socket(zmq.DEALER, connect=server.address, high_water=2) as client:
+            block = b"z" * (1 << 20)
+            sent = 0
+            with trio.move_on_after(1):
+                while True:
+                    await client.send([block])
+                    sent += 1
+            assert 2 <= sent <= 64  # the queues and the kernel's buffers, no more
+            for _ in range(sent):
+                assert len((await server.receive())[1]) == len(block)
+            assert server.receive_nowait() is None
+            assert server.send_nowait([b"nobody", b"x"]) is False
+
+
+@pytest.mark.trio
+async def test_idle_sockets_use_no_processor():
+    async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as server, trio.open_nursery() as nursery:
+        nursery.start_soon(server.receive)
+        await trio.sleep(0.1)
+        before = trio.lowlevel.current_statistics().io_statistics, os.times()
+        await trio.sleep(1)
+        after = os.times()
+        assert after.user + after.system - before[1].user - before[1].system < 0.2
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.trio
+async def test_a_killed_peer_harms_nobody():
+    with trio.fail_after(SECONDS):
+        async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as server:
+            peers = [subprocess.Popen([sys.executable, "-c", PEER, server.address]) for _ in range(2)]
+            try:
+                seen: dict[bytes, int] = {}
+
+                async def take(until: int) -> None:
+                    while len(seen) < 2 or min(seen.values()) < until:
+                        route, frame = await server.receive()
+                        number = int.from_bytes(frame.bytes[:8], "little")
+                        assert number == seen.get(route.bytes, -1) + 1
+                        seen[route.bytes] = number
+
+                await take(200)
+                os.kill(peers[0].pid, signal.SIGKILL)
+                peers[0].wait()
+                last = dict(seen)
+                for _ in range(5000):
+                    route, frame = await server.receive()
+                    seen[route.bytes] = int.from_bytes(frame.bytes[:8], "little")
+                living = [route for route in seen if seen[route] > last[route] + 1000]
+                assert living
+                async with open_socket(zmq.DEALER, connect=server.address) as client:
+                    await client.send([b"hello"])
+                    while (frames := await server.receive())[1].bytes != b"hello":
+                        pass
+                    assert server.send_nowait([frames[0].bytes, b"answer"])
+                    assert (await client.receive())[0].bytes == b"answer"
+            finally:
+                for peer in peers:
+                    peer.kill()
+                    peer.wait()
+
+
+@pytest.mark.trio
+async def test_a_peer_that_comes_back_is_found_again():
+    with trio.fail_after(SECONDS):
+        async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as server:
+            address = server.address
+            async with open_socket(zmq.DEALER, connect=address) as client:
+                await client.send([b"1"])
+                assert (await server.receive())[1].bytes == b"1"
+                with trio.move_on_after(0.05):
+                    await client.receive()
+        async with open_socket(zmq.DEALER, connect=address) as client:
+            with trio.move_on_after(0.3) as scope:
+                await client.send([b"lost"])  # nobody is there: nothing is queued
+            assert scope.cancelled_caught
+            async with open_socket(zmq.ROUTER, bind=address) as server:
+                await client.send([b"2"])
+                assert (await server.receive())[1].bytes == b"2"
