@@ -9,26 +9,26 @@ away the answer waits.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import trio
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from lachesis_actors.advantages import AdvantageError, NoVariance, token_advantages
+from lachesis_actors.advantages import AdvantageError, NoVariance
 from lachesis_actors.http_request import Refusal, read_json, take_field
 from lachesis_actors.provenance import Provenance, ProvenanceError
-from lachesis_actors.scored_data import ScoredDataError, ScoredGroup, parse_group
+from lachesis_actors.scored_data import TICKET_KEY, ScoredDataError, ScoredGroup, parse_group
 from lachesis_actors.tickets import Tickets
+from lachesis_actors.trajectories import make_trajectories
 from lachesis_configs.schema import Config
 from lachesis_transport.client import QueueError
-from lachesis_transport.messages import Group, MessageError, Scores, Trajectory, content_id
-from lachesis_transport.producer import Producer
+from lachesis_transport.messages import Group, MessageError, Scores, Trajectory
+from lachesis_transport.producer import Finished, Producer
 
 logger = logging.getLogger("lachesis.trajectories")
 
@@ -43,6 +43,9 @@ BATCH_SIZE = 1 << 20
 environment's own number of workers and the tickets bound them."""
 
 MAX_ENVIRONMENTS = 1024
+
+ANSWERS_KEPT = 4096
+"""Answers to posts that are remembered, so that a group that is posted again (its answer was lost) is queued once."""
 
 
 class TrajectoryApi:
@@ -69,13 +72,14 @@ class TrajectoryApi:
         self._posting: dict[str, trio.Lock] = {}
         self._environments: list[dict[str, Any]] = []
         self._latest: dict[str, Any] | None = None
+        self._answered: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
         self.version: int | None = None
         """Policy version that the engine serves."""
         self.refused: Counter[str] = Counter()
         """Groups that were refused, by reason."""
         self.counts: Counter[str] = Counter()
-        """Groups by what became of them: accepted, duplicate, stale, no_variance; trimmed counts unsampled tokens at
-        the end of a turn that lost their mask."""
+        """Groups by what became of them: accepted, duplicate, stale, invalid, no_variance, finished (the run was over);
+        trimmed counts unsampled tokens at the end of a turn that lost their mask."""
 
     def serve(self, version: int) -> None:
         """The engine now serves `version`; the first time lets environments register and take tickets."""
@@ -218,7 +222,7 @@ class TrajectoryApi:
         if len(tickets) != 1:
             raise Refusal("invalid", f"group_overrides: tickets {tickets} in one post, expected one")
         ticket = tickets.pop()
-        digest = "-".join(group.digest() for group in groups)
+        digest = "-".join([str(ticket), *(group.digest() for group in groups)])
         # A post that is sent again while the first one is still held must not run beside it.
         lock = self._posting.setdefault(digest, trio.Lock())
         try:
@@ -231,86 +235,93 @@ class TrajectoryApi:
     async def _post_once(
         self, ticket: int | None, digest: str, groups: list[ScoredGroup], bodies: list[Any]
     ) -> list[dict[str, Any]]:
-        if ticket is not None:
-            known = self._tickets.live(ticket) or self._tickets.ended(ticket)
-            if known is not None and digest in known.answers:
-                return list(known.answers[digest]["groups"])
-            if self._tickets.live(ticket) is None:
-                raise Refusal("ticket", f"{_ticket_text(ticket)} is not live on this actor", status=409)
+        known = self._answered.get(digest)
+        if known is not None:
+            return known
+        live = None if ticket is None else self._tickets.live(ticket)
+        if ticket is not None and live is None:
+            raise Refusal("ticket", f"group_overrides.{TICKET_KEY}: {ticket} is not live on this actor", status=409)
         try:
-            made, scores = self._make(ticket, groups)
+            made = self._make(ticket, groups)
+            answers = await self._hand_over(ticket, made, groups)
         except Refusal as refusal:
-            live = None if ticket is None else self._tickets.live(ticket)
             if live is not None:
                 live.refusal = refusal.reason
             raise
-        answers: list[dict[str, Any]] = []
-        for i, group in enumerate(made):
-            answers.append(await self._put(group, final=i == len(made) - 1))
-        flat = [{"status": "received", "put": "no_variance"}] * (len(groups) - len(made))
-        self.counts["no_variance"] += len(flat)
-        if not made and ticket is not None:
-            await self._producer.void(ticket, "no_variance", scores)
         if ticket is not None:
-            ended = self._tickets.end(ticket)
-            if ended is not None:
-                ended.answers[digest] = {"groups": answers + flat}
+            self._tickets.end(ticket)
             self._provenance.close(ticket)
+        self._answered[digest] = answers
+        if len(self._answered) > ANSWERS_KEPT:
+            self._answered.popitem(last=False)
         self._latest = bodies[-1]
-        return answers + flat
+        return answers
 
-    def _make(self, ticket: int | None, groups: list[ScoredGroup]) -> tuple[list[Group], Scores]:
-        """The queue's groups, without those that carry no signal, and the scores of all."""
-        made: list[Group] = []
-        scores = Scores()
-        environment = self._environment_name(ticket, groups[0])
+    def _make(self, ticket: int | None, groups: list[ScoredGroup]) -> list[tuple[Trajectory, ...]]:
+        """The trajectories of each group; () of one that carries no signal."""
+        made: list[tuple[Trajectory, ...]] = []
         for group in groups:
-            scores += Scores.of(list(group.scores))
             try:
-                advantages = token_advantages(
-                    self._config.actor.advantages,
-                    scores=group.scores,
-                    masks=group.masks,
-                    given=group.advantages,
-                    zeroed=group.zeroed,
+                trajectories = make_trajectories(
+                    group, ticket=ticket, mode=self._config.actor.advantages, provenance=self._provenance
                 )
             except NoVariance:
-                continue
+                trajectories = ()
             except AdvantageError as error:
                 raise Refusal("advantages", str(error)) from None
-            try:
-                matched = self._provenance.match(ticket, group.tokens, group.masks)
             except ProvenanceError as error:
                 raise Refusal("mismatch", str(error)) from None
-            trajectories = tuple(
-                Trajectory(
-                    tokens=tokens,
-                    mask=match.mask,
-                    logprobs=match.logprobs,
-                    versions=match.versions,
-                    advantages=np.where(match.mask.astype(bool), advantage, np.float32(0)),
-                    score=score,
-                    finished=match.finished,
-                )
-                for tokens, match, advantage, score in zip(group.tokens, matched, advantages, group.scores, strict=True)
+            else:
+                posted = sum(int(mask.sum()) for mask in group.masks)
+                self.counts["trimmed"] += posted - sum(int(t.mask.sum()) for t in trajectories)
+            made.append(trajectories)
+        return made
+
+    async def _hand_over(
+        self, ticket: int | None, made: list[tuple[Trajectory, ...]], groups: list[ScoredGroup]
+    ) -> list[dict[str, Any]]:
+        """Put the groups into the queue. Those of an environment without tickets get one now: that post then waits for
+        its turn, which paces the environment, though only after it sampled."""
+        environment = self._environment_name(ticket, groups[0])
+        number = ticket
+        if number is None:
+            reply = await self._producer.ticket(version=await self.first_version(), environment=environment)
+            if isinstance(reply, Finished):
+                self.counts["finished"] += len(groups)
+                return [{"status": "received", "put": "finished"}] * len(groups)
+            number = reply.ticket
+        queued = [
+            Group(
+                group_id=f"{number}:{i}",
+                ticket=number,
+                actor=self._actor,
+                environment=environment,
+                trajectories=trajectories,
             )
-            posted = sum(int(mask.sum()) for mask in group.masks)
-            self.counts["trimmed"] += posted - sum(int(match.mask.sum()) for match in matched)
-            group_id = content_id(trajectories) if ticket is None else f"{ticket}:{len(made)}"
-            made.append(
-                Group(
-                    group_id=group_id,
-                    ticket=ticket,
-                    actor=self._actor,
-                    environment=environment,
-                    trajectories=trajectories,
-                )
-            )
-            try:
-                made[-1].validate()
-            except MessageError as error:
-                raise Refusal("invalid", str(error)) from None
-        return made, scores
+            for i, trajectories in enumerate(made)
+            if trajectories
+        ]
+        try:
+            for group in queued:
+                group.validate()
+            if not queued:
+                scores = sum((Scores.of(list(group.scores)) for group in groups), Scores())
+                await self._producer.void(number, "no_variance", scores)
+            puts = {group.group_id: await self._put(group, final=group is queued[-1]) for group in queued}
+        except (MessageError, QueueError) as error:
+            if ticket is None:
+                await self._producer.void(number, "invalid")
+            raise Refusal("invalid", f"the group can't be queued: {error}") from None
+        self.counts["no_variance"] += len(made) - len(queued)
+        none = {"status": "received", "put": "no_variance"}
+        return [puts.get(f"{number}:{i}", none) for i in range(len(made))]
+
+    async def _put(self, group: Group, *, final: bool) -> dict[str, Any]:
+        reply = await self._producer.put(group, final=final)
+        self.counts[reply.status] += 1
+        if reply.status == "invalid":
+            raise QueueError(reply.reason)
+        return {"status": "received", "group": group.group_id, "put": reply.status}
 
     def _environment_name(self, ticket: int | None, group: ScoredGroup) -> str:
         live = None if ticket is None else self._tickets.live(ticket)
@@ -319,17 +330,3 @@ class TrajectoryApi:
         if group.env_id is not None and 0 <= group.env_id < len(self._environments):
             return str(self._environments[group.env_id]["name"])
         return "unknown"
-
-    async def _put(self, group: Group, *, final: bool) -> dict[str, Any]:
-        try:
-            reply = await self._producer.put(group, final=final)
-        except QueueError as error:
-            raise Refusal("queue", f"the queue refused group {group.group_id}: {error}") from None
-        self.counts[reply.status] += 1
-        if reply.status == "invalid":
-            raise Refusal("queue", f"the queue refused group {group.group_id}: {reply.reason}")
-        return {"status": "received", "group": group.group_id, "put": reply.status}
-
-
-def _ticket_text(ticket: int) -> str:
-    return f"group_overrides.lachesis_ticket: {ticket}"

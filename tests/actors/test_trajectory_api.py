@@ -291,18 +291,38 @@ async def test_a_list_of_groups_shares_one_ticket(bench):
     ]
     response = await bench.call("POST", "/scored_data_list", bodies)
     assert response.json()["groups_processed"] == 3
-    assert [(g.group_id, final) for g, final in bench.producer.put_groups] == [("1:0", False), ("1:1", True)]
+    assert [answer["put"] for answer in response.json()["groups"]] == ["accepted", "no_variance", "accepted"]
+    assert [(g.group_id, final) for g, final in bench.producer.put_groups] == [("1:0", False), ("1:2", True)]
     assert bench.producer.voided == []
 
 
 @pytest.mark.trio
-async def test_groups_without_a_ticket_are_known_by_their_content(bench):
+async def test_a_group_without_a_ticket_gets_one_when_it_is_posted(bench):
     bench.sampled(None, (20, 2), (21, 2))
-    response = await bench.call("POST", "/scored_data", posted(None, (20, 2), (21, 2)))
-    assert response.status_code == 200
-    group = bench.producer.put_groups[0][0]
-    assert group.ticket is None
-    assert len(group.group_id) == 32
+    body = posted(None, (20, 2), (21, 2))
+    response = await bench.call("POST", "/scored_data", body)
+    assert response.json() == {"status": "received", "group": "1:0", "put": "accepted"}
+    assert bench.producer.put_groups[0][0].ticket == 1
+    assert (await bench.call("POST", "/scored_data", body)).json() == response.json()
+    assert len(bench.producer.put_groups) == 1
+
+    bench.sampled(None, (20, 2), (21, 2))
+    flat = posted(None, (20, 2), (21, 2), scores=(0.0, 0.0))
+    assert (await bench.call("POST", "/scored_data", flat)).json()["put"] == "no_variance"
+    assert [(ticket, reason) for ticket, reason, _ in bench.producer.voided] == [(2, "no_variance")]
+
+    bench.producer.finished = True
+    bench.sampled(None, (22, 2), (23, 2))
+    last = await bench.call("POST", "/scored_data", posted(None, (22, 2), (23, 2)))
+    assert last.json() == {"status": "received", "put": "finished"}
+
+
+@pytest.mark.trio
+async def test_a_group_without_a_ticket_that_the_queue_refuses_gives_its_ticket_back(bench):
+    bench.sampled(None, (20, 2), (21, 2))
+    bench.producer.reply = PutReply("invalid", "why not")
+    assert (await bench.call("POST", "/scored_data", posted(None, (20, 2), (21, 2)))).status_code == 400
+    assert [(ticket, reason) for ticket, reason, _ in bench.producer.voided] == [(1, "invalid")]
 
 
 @pytest.mark.parametrize(
