@@ -21,8 +21,10 @@ import trio
 import zmq
 
 from lachesis_configs.schema import Config
+from lachesis_transport.decisions import Finished, NameTaken, NotJoined, ReplayError, Rules, Wait
 from lachesis_transport.messages import Group, MessageError, Scores, pack, take, unpack
-from lachesis_transport.replay import Finished, NameTaken, NotJoined, Replay, ReplayError, Rules, Wait
+from lachesis_transport.presence import Role
+from lachesis_transport.replay import Replay
 from lachesis_transport.sockets import Socket, open_socket, plain_errors
 from lachesis_transport.store import MemoryStore, Store
 
@@ -44,7 +46,7 @@ Reply = dict[str, Any]
 
 @dataclass(slots=True)
 class _Peer:
-    role: str
+    role: Role
     name: str
     incarnation: str
     report_number: int = 0
@@ -216,7 +218,7 @@ class Broker:
 
     def _hello(self, route: bytes, message: dict[str, Any]) -> Reply:
         role, name = take(message, "role", str), take(message, "name", str)
-        if role not in ("actor", "learner"):
+        if role != "actor" and role != "learner":
             raise MessageError(f"role: {role!r}, expected actor or learner")
         incarnation = take(message, "incarnation", str)
         for key, value in (("name", name), ("incarnation", incarnation)):

@@ -16,6 +16,7 @@ from typing import Any
 import trio
 
 from lachesis_transport.client import QueueClient, QueueRestarted, QueueState, Waiting, Welcome, open_client
+from lachesis_transport.decisions import Finished as Finished
 from lachesis_transport.messages import Group, Scores, take
 from lachesis_transport.sockets import plain_errors
 
@@ -29,11 +30,6 @@ class Ticket:
     """Depth in the lineage of the last version that it may train; without rollbacks that is the version itself."""
     version: int
     """The version that it was issued at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The run has finished: no more tickets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,86 +15,19 @@ by the batch that it is leased for.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from lachesis_transport.decisions import Finished, Grant, PutResult, ReplayError, Rules, Wait
+from lachesis_transport.ledger import Ledger
 from lachesis_transport.lineage import Lineage
 from lachesis_transport.messages import Batch, Group, MessageError, Scores
+from lachesis_transport.pacing import first_broken
+from lachesis_transport.presence import Client, Presence, Role
 from lachesis_transport.store import Event
-
-REMEMBERED = 1 << 16
-"""Ended tickets, and ended groups, whose fate is remembered to answer a repeated request."""
 
 OVERDUE = -1
 """Deadline of something too old for any batch to come."""
-
-
-class ReplayError(ValueError):
-    """A request that the queue's state forbids. The text names the field, the value and what was expected."""
-
-
-class NameTaken(ReplayError):
-    """A live client has this name already."""
-
-
-class NotJoined(ReplayError):
-    """The client is unknown: it never said hello, or was silent for too long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """What the configuration says about the queue."""
-
-    batch_groups: int
-    staleness_max: int
-    steps: int
-    late: Literal["wait", "drop"] = "wait"
-    late_seconds: float = 120.0
-    max_bytes: int = 1 << 30
-    heartbeat_seconds: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Not yet; `why` says for what, in words."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """No ticket will be issued any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """A ticket: its number, the version that it was issued at and the depth of the last version that it may train."""
-
-    ticket: int
-    version: int
-    deadline: int
-
-
-@dataclass(frozen=True, slots=True)
-class PutResult:
-    """What became of a group."""
-
-    status: Literal["accepted", "duplicate", "stale", "full", "invalid"]
-    reason: str = ""
-    retry_after: float = 0.0
-    """Seconds, with `full`."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Client:
-    name: str
-    incarnation: str
-    heard: float
-    version: int | None = None
-    cancelled: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,8 +65,8 @@ class Replay:
         """Batches trained, those undone by a rollback not counted."""
         self.final: int | None = None
         """The last version, once the learner has finished."""
-        self.actors: dict[str, _Client] = {}
-        self.learner: _Client | None = None
+        self._presence = Presence(heartbeat_seconds=rules.heartbeat_seconds)
+        self._ledger = Ledger()
         self._learner_incarnation: str | None = None
         self._resuming = False
         self._reserved: tuple[str, int] | None = None
@@ -144,78 +77,53 @@ class Replay:
         self._lease: _Lease | None = None
         self._trained: list[_Lease] = []
         self._last_trained: int | None = None
-        self._closed: OrderedDict[int, str] = OrderedDict()
-        self._ended: OrderedDict[str, str] = OrderedDict()
         self._scores = Scores()
         self._waiting: str | None = None
         self._since = 0.0
-        self._events: list[Event] = []
-        self._counts: Counter[str] = Counter()
-        self._voided: Counter[str] = Counter()
-        self._dropped: Counter[str] = Counter()
         self._oldest = 0
 
     # ------------------------------------------------------------------ clients
 
-    def join(self, *, role: str, name: str, incarnation: str, now: float) -> None:
-        """A client says hello. Raises NameTaken while another incarnation lives under its name (or as the learner)."""
-        known = self.learner if role == "learner" else self.actors.get(name)
-        if known is not None and known.incarnation != incarnation:
-            raise NameTaken(
-                f"name: {role} {name!r} is taken by a live {role} {known.name!r}, heard {now - known.heard:.1f} s ago; "
-                f"expected another name, or silence of {self.rules.heartbeat_seconds:g} s"
-            )
-        if known is not None:
-            known.heard = now
-            return
-        client = _Client(name=name, incarnation=incarnation, heard=now)
-        self._emit("joined", role=role, name=name, incarnation=incarnation)
-        if role != "learner":
-            self.actors[name] = client
-            return
-        self.learner = client
-        if self._learner_incarnation not in (None, incarnation):
-            self._resuming = True
-            if self._lease is not None:
-                lease, self._lease = self._lease, None
-                self._give_back(lease)
-        self._learner_incarnation = incarnation
+    @property
+    def actors(self) -> dict[str, Client]:
+        """The live actors by name."""
+        return self._presence.actors
 
-    def heard(self, *, role: str, name: str, incarnation: str, now: float, version: int | None = None) -> None:
+    @property
+    def learner(self) -> Client | None:
+        """The live learner."""
+        return self._presence.learner
+
+    def join(self, *, role: Role, name: str, incarnation: str, now: float) -> None:
+        """A client says hello. Raises NameTaken while another incarnation lives under its name (or as the learner)."""
+        if not self._presence.join(role=role, name=name, incarnation=incarnation, now=now):
+            return
+        self._ledger.note("joined", role=role, name=name, incarnation=incarnation)
+        if role == "learner":
+            if self._learner_incarnation not in (None, incarnation):
+                self._resuming = True
+                self._return_lease()
+            self._learner_incarnation = incarnation
+
+    def heard(self, *, role: Role, name: str, incarnation: str, now: float, version: int | None = None) -> None:
         """A client is alive; an actor says which version it serves. Raises NotJoined."""
-        client = self._client(role, name)
-        if client.incarnation != incarnation:
-            raise NotJoined(
-                f"incarnation: {incarnation!r} of {role} {name!r}, but {client.incarnation!r} has taken over"
-            )
+        client = self._presence.require(role, name, incarnation)
         client.heard = now
         if version is not None:
             client.version = version
 
-    def leave(self, *, role: str, name: str, reason: Literal["left", "expired"] = "left") -> None:
+    def leave(self, *, role: Role, name: str, reason: Literal["left", "expired"] = "left") -> None:
         """A client is gone: an actor's open tickets are voided. A second time does nothing."""
-        if role == "learner":
-            gone, self.learner = self.learner, None
-        else:
-            gone = self.actors.pop(name, None)
-            for ticket in [t for t in self._tickets.values() if t.actor == name and gone is not None]:
-                self._void(ticket, f"actor_{reason}")
-        if gone is not None:
-            self._emit("parted", role=role, name=name, reason=reason)
+        if self._presence.remove(role, name) is None:
+            return
+        for ticket in [t for t in self._tickets.values() if role == "actor" and t.actor == name]:
+            self._void(ticket, f"actor_{reason}")
+        self._ledger.note("parted", role=role, name=name, reason=reason)
 
     def expire(self, now: float) -> None:
         """Let go of the clients that were silent for too long."""
-        for actor in list(self.actors.values()):
-            if now - actor.heard > self.rules.heartbeat_seconds:
-                self.leave(role="actor", name=actor.name, reason="expired")
-        if self.learner is not None and now - self.learner.heard > self.rules.heartbeat_seconds:
-            self.leave(role="learner", name=self.learner.name, reason="expired")
-
-    def _client(self, role: str, name: str) -> _Client:
-        client = self.learner if role == "learner" else self.actors.get(name)
-        if client is None:
-            raise NotJoined(f"name: {role} {name!r} is not known (any more); expected a hello first")
-        return client
+        for client in self._presence.silent(now):
+            self.leave(role=client.role, name=client.name, reason="expired")
 
     # ------------------------------------------------------------------ tickets and groups
 
@@ -241,7 +149,7 @@ class Replay:
         `ask` numbers the actor's requests: repeating one returns the ticket that it already has.
         Raises NotJoined, and ReplayError for a version that was never reserved or an ask that was cancelled.
         """
-        client = self._client("actor", actor)
+        client = self._presence.require("actor", actor)
         if ask in client.cancelled:
             raise ReplayError(f"ask: {ask} was cancelled")
         if (actor, ask) in self._asks:
@@ -256,9 +164,9 @@ class Replay:
         first, size, due = self.next_depth, self.rules.batch_groups, self._due(version)
         if due < first:
             return Wait(f"version {version} is too old for batch {first}: waiting for the actor's next version")
-        deadlines = sorted([*self.deadlines(), due])
+        deadlines = [*self.deadlines(), due]
         last = first + self.rules.steps - self.step - 1
-        if not _fit((min(d, last) for d in deadlines), first=first, size=size):
+        if first_broken((min(d, last) for d in deadlines), first=first, size=size) is not None:
             return Wait(f"{len(deadlines) - 1} groups in progress are enough for the batches from {first} on")
         ticket = _Ticket(
             number=self._next_ticket, version=version, actor=actor, environment=environment, ask=ask, deadline=due
@@ -266,17 +174,17 @@ class Replay:
         self._next_ticket += 1
         self._tickets[ticket.number] = ticket
         self._asks[actor, ask] = ticket.number
-        self._counts["tickets_issued"] += 1
+        self._ledger.counts["tickets_issued"] += 1
         self._progress(now)
-        self._emit("issued", ticket=ticket.number, version=version, deadline=due, actor=actor, environment=environment)
+        self._ledger.note(
+            "issued", ticket=ticket.number, version=version, deadline=due, actor=actor, environment=environment
+        )
         return Grant(ticket=ticket.number, version=version, deadline=due)
 
     def cancel(self, *, actor: str, ask: int, now: float) -> None:
         """The actor does not wait for `ask` any more: its ticket, if it got one, is voided, and it will get none."""
-        client = self._client("actor", actor)
-        client.cancelled[ask] = None
-        while len(client.cancelled) > REMEMBERED >> 6:
-            client.cancelled.popitem(last=False)
+        client = self._presence.require("actor", actor)
+        client.cancel(ask)
         if (actor, ask) in self._asks:
             self._progress(now)
             self._void(self._tickets[self._asks[actor, ask]], "cancelled")
@@ -300,22 +208,25 @@ class Replay:
 
     def put(self, group: Group, *, actor: str, final: bool, now: float) -> PutResult:
         """Take a group in; `final` closes its ticket. Repeating a put is answered `duplicate` (or `stale` again)."""
-        name = group.group_id
-        if name in self._ready or (self._lease and any(h.group.group_id == name for h in self._lease.groups)):
-            return self._duplicate()
-        if name in self._ended:
-            return PutResult("stale", self._ended[name]) if self._ended[name] == "stale" else self._duplicate()
+        name, fate = group.group_id, self._fate(group.group_id)
+        if fate is not None:
+            known = self._tickets.get(-1 if group.ticket is None else group.ticket)
+            if final and known is not None and known.actor == actor and name.startswith(f"{known.number}:"):
+                self._close(known, "its last group has come")
+            if fate == "stale":
+                return PutResult("stale", "it was dropped before")
+            self._ledger.counts["groups_duplicate"] += 1
+            return PutResult("duplicate")
         try:
             ticket, order = self._check(group, actor)
         except MessageError as error:
-            self._counts["groups_invalid"] += 1
+            self._ledger.counts["groups_invalid"] += 1
             return PutResult("invalid", str(error))
         if ticket is None:
-            reason = self._closed.get(order[0], "forgotten")
-            return PutResult("stale", f"ticket {order[0]} has ended: {reason}")
+            return PutResult("stale", f"ticket {order[0]} has ended: {self._ledger.ticket_fate(order[0])}")
         due = self._due_first(group)
         if due >= self.next_depth and not self._room(ticket):
-            self._counts["puts_refused_full"] += 1
+            self._ledger.counts["puts_refused_full"] += 1
             return PutResult("full", f"{self.bytes_held} bytes held, at most {self.rules.max_bytes}", 1.0)
         self._progress(now)
         self._scores += Scores.of([t.score for t in group.trajectories])
@@ -323,9 +234,8 @@ class Replay:
             self._drop(group, "stale")
         else:
             self._ready[name] = _Held(group, group.nbytes, due, order)
-            self._counts["groups_accepted"] += 1
-            fields = {"group": name, "ticket": ticket.number, "actor": actor, "environment": group.environment}
-            self._events.append(Event("accepted", fields, group))
+            self._ledger.counts["groups_accepted"] += 1
+            self._ledger.note("accepted", group, group=name, ticket=ticket.number, actor=actor)
         ticket.groups += 1
         if final:
             self._close(ticket, "its last group has come")
@@ -358,9 +268,13 @@ class Replay:
             return True
         return ticket is min(self._tickets.values(), key=_urgency)
 
-    def _duplicate(self) -> PutResult:
-        self._counts["groups_duplicate"] += 1
-        return PutResult("duplicate")
+    def _fate(self, name: str) -> str | None:
+        """What became of a group that was put before; None for a new one."""
+        if name in self._ready:
+            return "ready"
+        if self._lease is not None and any(held.group.group_id == name for held in self._lease.groups):
+            return "leased"
+        return self._ledger.group_fate(name)
 
     # ------------------------------------------------------------------ the learner
 
@@ -377,14 +291,14 @@ class Replay:
         previous = self.lineage.head
         version = self.lineage.reserve(parent)
         self._reserved = (key, version)
-        self._emit("reserved", version=version, parent=parent)
+        self._ledger.note("reserved", version=version, parent=parent)
         if self._resuming:
             self._resuming = False
             if parent is not None:
                 self._settle(parent)
             for lease in self._trained:
                 self.step -= 1
-                self._counts["groups_trained"] -= len(lease.groups)
+                self._ledger.counts["groups_trained"] -= len(lease.groups)
                 self._give_back(lease)
             self._trained.clear()
         if parent != previous:
@@ -399,7 +313,7 @@ class Replay:
         if version not in self.lineage:
             raise ReplayError(f"version: {version}, expected one that this queue has reserved")
         if self.lineage.publish(version):
-            self._emit("published", version=version)
+            self._ledger.note("published", version=version)
 
     def lease(self, *, version: int, now: float) -> Batch | Wait:
         """B groups to train `version` with: the earliest due, waiting for a straggler where the rule demands it.
@@ -416,7 +330,7 @@ class Replay:
             chosen, late = ordered[:size], sorted(self._tickets.values(), key=_urgency)
             if len(chosen) == size:
                 left = [*(h.deadline for h in ordered[size:]), *(t.deadline for t in late)]
-                broken = _first_broken(left, first=first + 1, size=size)
+                broken = first_broken(left, first=first + 1, size=size)
                 late = [t for t in late if broken is not None and t.deadline <= broken]
                 if not late:
                     break
@@ -431,7 +345,7 @@ class Replay:
             del self._ready[held.group.group_id]
         self._lease = _Lease(self._batch(version, [h.group for h in chosen]), chosen)
         self._scores = Scores()
-        self._emit("leased", version=version, groups=[h.group.group_id for h in chosen])
+        self._ledger.note("leased", version=version, groups=[h.group.group_id for h in chosen])
         return self._lease.batch
 
     def _may_lease(self, version: int) -> None:
@@ -470,8 +384,13 @@ class Replay:
             distance = self.lineage.distance(sampled, version, limit=self.rules.staleness_max)
             assert distance is not None  # _purge let no older one through
             distances[sampled] = distance
-        dropped = dict(self._voided + self._dropped)
-        return Batch(version=version, groups=tuple(groups), distances=distances, scores=self._scores, dropped=dropped)
+        return Batch(
+            version=version,
+            groups=tuple(groups),
+            distances=distances,
+            scores=self._scores,
+            dropped=self._ledger.lost(),
+        )
 
     def _purge(self, version: int) -> None:
         """The hard bound: drop what is too old to train `version`, token by token, in the lineage tree."""
@@ -493,18 +412,18 @@ class Replay:
         self.step += 1
         self._last_trained = version
         ages = [self._measured_age(held.group, version) for held in lease.groups]
-        self._counts["groups_trained"] += len(ages)
-        self._counts["bound_violations"] += sum(age > self.rules.staleness_max for age in ages)
+        self._ledger.counts["groups_trained"] += len(ages)
+        self._ledger.counts["bound_violations"] += sum(age > self.rules.staleness_max for age in ages)
         self._oldest = max(self._oldest, *ages)
         for held in lease.groups:
-            self._remember(held.group.group_id, "trained")
+            self._ledger.end_group(held.group.group_id, "trained")
         self._trained.append(lease)
         names = [held.group.group_id for held in lease.groups]
-        self._emit("trained", version=version, groups=names, staleness=ages)
+        self._ledger.note("trained", version=version, groups=names, staleness=ages)
         while self.bytes_uncommitted > self.rules.max_bytes and len(self._trained) > 1:
             forgotten = self._trained.pop(0)
-            self._counts["groups_forgotten"] += len(forgotten.groups)
-            self._emit("forgotten", version=forgotten.batch.version, reason="no checkpoint came in time")
+            self._ledger.counts["groups_forgotten"] += len(forgotten.groups)
+            self._ledger.note("forgotten", version=forgotten.batch.version, reason="no checkpoint came in time")
 
     def _measured_age(self, group: Group, version: int) -> int:
         """Staleness of a group from the recorded parents alone, in another way than the lease decides it."""
@@ -529,12 +448,12 @@ class Replay:
         if version not in self.lineage:
             raise ReplayError(f"version: {version}, expected one that this queue has reserved")
         self._settle(version)
-        self._emit("committed", version=version, checkpoint=checkpoint)
+        self._ledger.note("committed", version=version, checkpoint=checkpoint)
 
     def _settle(self, version: int) -> None:
         """Let go of the batches that made `version`: all that were trained on its way from the root."""
         kept = [t for t in self._trained if not self.lineage.descends(version, t.batch.version)]
-        self._counts["groups_committed"] += sum(len(t.groups) for t in self._trained if t not in kept)
+        self._ledger.counts["groups_committed"] += sum(len(t.groups) for t in self._trained if t not in kept)
         self._trained = kept
 
     @property
@@ -549,17 +468,15 @@ class Replay:
         if self.final is not None:
             return
         self.final = version
-        if self._lease is not None:
-            lease, self._lease = self._lease, None
-            self._give_back(lease)
+        self._return_lease()
         for ticket in list(self._tickets.values()):
             self._void(ticket, "finished")
         for name in self._ready:
-            self._counts["groups_left"] += 1
-            self._remember(name, "finished")
-            self._emit("left", group=name, reason="finished")
+            self._ledger.counts["groups_left"] += 1
+            self._ledger.end_group(name, "finished")
+            self._ledger.note("left", group=name, reason="finished")
         self._ready.clear()
-        self._emit("finished", version=version)
+        self._ledger.note("finished", version=version)
 
     # ------------------------------------------------------------------ what others ask
 
@@ -581,14 +498,8 @@ class Replay:
 
     def statistics(self) -> dict[str, Any]:
         """Counts since the queue started, and what it holds now."""
-        counted = (
-            "tickets_issued groups_accepted groups_duplicate groups_invalid groups_trained groups_returned "
-            "groups_committed groups_forgotten groups_left puts_refused_full bound_violations"
-        )
         return {
-            **{name: self._counts[name] for name in counted.split()},
-            "tickets_voided": dict(self._voided),
-            "groups_dropped": dict(self._dropped),
+            **self._ledger.statistics(),
             "staleness_max": self._oldest,
             "ready": len(self._ready),
             "leased": len(self._lease.groups) if self._lease else 0,
@@ -602,8 +513,7 @@ class Replay:
 
     def drain(self) -> list[Event]:
         """The changes since the last call, in order."""
-        events, self._events = self._events, []
-        return events
+        return self._ledger.drain()
 
     # ------------------------------------------------------------------ small steps
 
@@ -617,42 +527,34 @@ class Replay:
     def _due_first(self, group: Group) -> int:
         return min(self._due(version) for version in group.versions)
 
+    def _return_lease(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            self._give_back(lease)
+
     def _give_back(self, lease: _Lease) -> None:
         for held in lease.groups:
-            self._ended.pop(held.group.group_id, None)
+            self._ledger.revive_group(held.group.group_id)
             held.deadline = self._due_first(held.group)
             self._ready[held.group.group_id] = held
         self._scores += lease.batch.scores
-        self._counts["groups_returned"] += len(lease.groups)
-        self._emit("returned", version=lease.batch.version, groups=[h.group.group_id for h in lease.groups])
+        self._ledger.counts["groups_returned"] += len(lease.groups)
+        self._ledger.note("returned", version=lease.batch.version, groups=[h.group.group_id for h in lease.groups])
 
     def _drop(self, group: Group, reason: str) -> None:
-        self._dropped[reason] += 1
-        self._remember(group.group_id, reason)
-        self._emit("dropped", group=group.group_id, reason=reason)
+        self._ledger.dropped[reason] += 1
+        self._ledger.end_group(group.group_id, reason)
+        self._ledger.note("dropped", group=group.group_id, reason=reason)
 
     def _void(self, ticket: _Ticket, reason: str) -> None:
         self._close(ticket, reason)
-        self._voided[reason] += 1
-        self._emit("voided", ticket=ticket.number, actor=ticket.actor, reason=reason)
+        self._ledger.voided[reason] += 1
+        self._ledger.note("voided", ticket=ticket.number, actor=ticket.actor, reason=reason)
 
     def _close(self, ticket: _Ticket, reason: str) -> None:
         del self._tickets[ticket.number]
         del self._asks[ticket.actor, ticket.ask]
-        self._closed[ticket.number] = reason
-        self._trim(self._closed)
-
-    def _remember(self, name: str, fate: str) -> None:
-        self._ended[name] = fate
-        self._trim(self._ended)
-
-    @staticmethod
-    def _trim(memory: OrderedDict[Any, str]) -> None:
-        for old in list(islice(memory, max(0, len(memory) - REMEMBERED))):
-            del memory[old]
-
-    def _emit(self, kind: str, **fields: Any) -> None:
-        self._events.append(Event(kind, fields))
+        self._ledger.end_ticket(ticket.number, reason)
 
 
 def _eldest(held: _Held) -> tuple[int, tuple[int, int]]:
@@ -661,16 +563,3 @@ def _eldest(held: _Held) -> tuple[int, tuple[int, int]]:
 
 def _urgency(ticket: _Ticket) -> tuple[int, int]:
     return ticket.deadline, ticket.number
-
-
-def _fit(deadlines: Iterable[int], *, first: int, size: int) -> bool:
-    """Whether batches of `size` from depth `first` on can hold all of them, each by its deadline (ascending)."""
-    return all(count <= (due - first + 1) * size for count, due in enumerate(deadlines, 1))
-
-
-def _first_broken(deadlines: Iterable[int], *, first: int, size: int) -> int | None:
-    """The earliest deadline that the batches from depth `first` on cannot meet, or None."""
-    for count, due in enumerate(sorted(deadlines), 1):
-        if count > (due - first + 1) * size:
-            return due
-    return None

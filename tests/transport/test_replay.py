@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lachesis_transport.decisions import Finished, Grant, NameTaken, NotJoined, ReplayError, Rules, Wait
 from lachesis_transport.messages import Batch, Scores
-from lachesis_transport.replay import Finished, Grant, NameTaken, NotJoined, Replay, ReplayError, Rules, Wait
+from lachesis_transport.replay import Replay
 
 _spec = importlib.util.spec_from_file_location("groups", Path(__file__).with_name("groups.py"))
 groups = importlib.util.module_from_spec(_spec)
@@ -245,6 +246,9 @@ def test_a_ticket_may_carry_several_groups():
     ticket = bench.ticket()
     assert bench.put(ticket, index=0, final=False).status == "accepted"
     assert bench.put(ticket, index=1, final=False).status == "accepted"
+    assert bench.replay.statistics()["live_tickets"] == 3
+    assert bench.put(ticket, index=1).status == "duplicate"  # sent again as the last one
+    assert bench.replay.statistics()["live_tickets"] == 2
     bench.replay.void(actor="a", ticket=ticket, reason="released", scores=None, now=0)
     assert bench.put(ticket, index=2).reason == "ticket 0 has ended: its last group has come"
     assert bench.replay.statistics()["tickets_voided"] == {}
@@ -277,7 +281,7 @@ def test_a_silent_actor_is_gone_with_its_tickets_but_not_its_groups():
     with pytest.raises(NotJoined):
         bench.ticket()
     bench.replay.join(role="actor", name="a", incarnation="2", now=11)
-    with pytest.raises(NotJoined, match="has taken over"):
+    with pytest.raises(NotJoined, match="took over"):
         bench.replay.heard(role="actor", name="a", incarnation="1", now=11)
     with pytest.raises(NameTaken):
         bench.replay.join(role="actor", name="a", incarnation="3", now=12)

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lachesis_transport.decisions import Grant, Rules, Wait
 from lachesis_transport.messages import Batch, Scores
-from lachesis_transport.replay import Grant, Replay, Rules, Wait
+from lachesis_transport.replay import Replay
 
 _spec = importlib.util.spec_from_file_location("groups", Path(__file__).with_name("groups.py"))
 groups = importlib.util.module_from_spec(_spec)
@@ -111,7 +112,7 @@ class QueueModel(RuleBasedStateMachine):
         answer = self.replay.put(group, actor=actor, final=final, now=self.now)
         if answer.status == "accepted":
             self.accepted[group.group_id] = group
-        if final and answer.status in ("accepted", "stale"):
+        if final and answer.status in ("accepted", "stale", "duplicate"):
             self.open.pop(ticket)
         return answer
 
@@ -137,6 +138,7 @@ class QueueModel(RuleBasedStateMachine):
         group = self.accepted[pick(which, self.accepted)]
         before = self.replay.statistics()
         answer = self.replay.put(group, actor=group.actor, final=True, now=self.now)
+        self.open.pop(group.ticket, None)
         after = self.replay.statistics()
         assert answer.status in ("duplicate", "stale")
         assert before["groups_accepted"] == after["groups_accepted"]
