@@ -68,9 +68,11 @@ class QueueState:
 
 class _Call:
     def __init__(self) -> None:
-        self.answered = trio.Event()
-        self.reply: dict[str, Any] = {}
+        self.reply: dict[str, Any] | None = None
         self.waits_for = ""
+        self.depends_on_version = False
+        self.wake = trio.Event()
+        """Set when there is a reply, or a reason to ask again at once."""
 
 
 class QueueClient:
@@ -84,7 +86,7 @@ class QueueClient:
         self.queue_id = ""
         """Names the state of the queue that this client speaks with."""
         self.version: int | None = None
-        """What heartbeats say that this client serves."""
+        """What heartbeats say that this client serves; `serve` sets it."""
         self._socket = socket
         self._numbers = count(1)
         self._calls: dict[int, _Call] = {}
@@ -94,6 +96,13 @@ class QueueClient:
         self._reports_lost = 0
         self._report_number = 0
         self._unanswered: list[dict[str, Any]] = []
+
+    def serve(self, version: int) -> None:
+        """Serve `version` from now on; what waits for a newer one is asked again at once."""
+        self.version = version
+        for call in self._calls.values():
+            if call.depends_on_version:
+                call.wake.set()
 
     def report(self, kind: str, **fields: Any) -> None:
         """Add an event to the run's log. It travels with the next heartbeat.
@@ -152,13 +161,15 @@ class QueueClient:
         fresh: Callable[[], dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
         frame = pack(message)
-        while not call.answered.is_set():
+        call.depends_on_version = fresh is not None
+        while call.reply is None:
+            call.wake = trio.Event()
             if fresh is not None:
                 frame = pack({**message, **fresh()})
             with trio.move_on_after(RESEND_SECONDS):
                 await self._socket.send([frame])
-                await call.answered.wait()
-            if not call.answered.is_set():
+                await call.wake.wait()
+            if call.reply is None:
                 waiting.note(call.waits_for)
                 call.waits_for = ""
         return call.reply
@@ -215,7 +226,7 @@ class QueueClient:
                 call.waits_for = str(reply["wait"])
                 continue
             call.reply = reply
-            call.answered.set()
+            call.wake.set()
 
     async def _beat(self) -> None:
         while True:

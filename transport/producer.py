@@ -61,7 +61,7 @@ class Producer:
 
     def serving(self, version: int) -> None:
         """The actor serves `version` from now on: heartbeats say so, and tickets are issued at it."""
-        self._client.version = version
+        self._client.serve(version)
 
     def report(self, kind: str, **fields: Any) -> None:
         """Add an event to the run's log."""

@@ -5,8 +5,8 @@
         [answer] = await socket.receive()
 
 Guarantees: a message is received once or, when the receive is cancelled, not at all; a cancelled send sent nothing.
-Any number of tasks may send and receive. Queues are bounded by the high-water marks, so a send waits for a slow peer;
-nothing polls.
+Any number of tasks may send and receive; a call that need not wait lets other tasks run every 16th time. Queues are
+bounded by the high-water marks, so a send waits for a slow peer; nothing polls.
 
 ZeroMQ signals *changes* through a file descriptor: after an edge it stays silent, and every operation on the socket may
 swallow one. So each operation, and each edge, ends with a look at the socket's state that wakes whoever can go on.
@@ -28,6 +28,7 @@ SILENCE_MS = 10_000
 LINGER_MS = 1_000
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 2_000
+TURNS = 16
 
 
 def check_loopback(address: str) -> None:
@@ -60,6 +61,7 @@ class Socket:
         self._socket = socket
         self._receivers = trio.lowlevel.ParkingLot()
         self._senders = trio.lowlevel.ParkingLot()
+        self._turns = 0
 
     @property
     def address(self) -> str:
@@ -72,7 +74,7 @@ class Socket:
         while (message := self.receive_nowait()) is None:
             if not self._events() & zmq.POLLIN:
                 await self._receivers.park()
-        await trio.lowlevel.cancel_shielded_checkpoint()
+        await self._yield_sometimes()
         return message
 
     def receive_nowait(self) -> list[zmq.Frame] | None:
@@ -90,7 +92,7 @@ class Socket:
         while not self._send(frames):
             if not self._events() & zmq.POLLOUT:
                 await self._senders.park()
-        await trio.lowlevel.cancel_shielded_checkpoint()
+        await self._yield_sometimes()
 
     def send_nowait(self, frames: Sequence[bytes | bytearray | memoryview | zmq.Frame]) -> bool:
         """Hand a message to ZeroMQ; False when the peer is gone or its queue is full. Then nothing was sent."""
@@ -110,10 +112,18 @@ class Socket:
             self._wake()
         return True
 
+    async def _yield_sometimes(self) -> None:
+        # A pass through trio's scheduler costs as much as a small message: share it between a few.
+        self._turns += 1
+        if self._turns % TURNS == 0:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+
     def _events(self) -> int:
         return int(self._socket.getsockopt(zmq.EVENTS))
 
     def _wake(self) -> None:
+        if not self._receivers and not self._senders:
+            return  # whoever comes next looks before it parks
         events = self._events()
         if events & zmq.POLLIN:
             self._receivers.unpark()
@@ -123,6 +133,7 @@ class Socket:
     async def _watch(self) -> None:
         descriptor = int(self._socket.getsockopt(zmq.FD))
         while True:
+            self._events()
             self._wake()
             await trio.lowlevel.wait_readable(descriptor)
 

@@ -181,6 +181,32 @@ async def test_a_cancelled_ticket_is_given_back(tmp_path):
 
 
 @pytest.mark.trio
+async def test_a_waiting_ticket_follows_the_version_that_the_actor_serves(tmp_path):
+    async with queue(tmp_path, config(max=0)) as (address, nursery):
+        async with open_producer(address, "actor-0", "a1") as producer, open_consumer(address, "l", "l1") as consumer:
+            await consumer.published(await consumer.reserve(None))
+            for _ in range(2):
+                ticket = await producer.ticket(version=0, environment="sums")
+                await producer.put(groups.group(ticket.ticket, [0], actor="actor-0"))
+            granted = []
+
+            async def ask() -> None:
+                granted.append(await producer.ticket(version=0, environment="sums"))
+
+            nursery.start_soon(ask)
+            await consumer.lease(0)
+            await consumer.trained(0)
+            await consumer.published(await consumer.reserve(0))
+            assert granted == []
+            start = trio.current_time()
+            producer.serving(1)
+            while not granted:
+                await trio.sleep(0.01)
+            assert granted[0].version == 1
+            assert trio.current_time() - start < 1.0  # not only when the request is repeated anyway
+
+
+@pytest.mark.trio
 async def test_clients_wait_for_the_queue_and_survive_its_restart(tmp_path, caplog):
     caplog.set_level(logging.INFO, "lachesis.queue")
     with plain_socket.socket() as probe:
