@@ -63,7 +63,7 @@ def near_an_edge(row):
 
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))
 @given(rows=st.one_of(tokens, st.lists(near, max_size=12)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_loss_gradient_and_mask_equal_the_reference(name, rows):
     exact = as_float32(rows)
     assume(not any(map(near_an_edge, exact)))

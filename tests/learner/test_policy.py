@@ -56,7 +56,7 @@ def test_packed_logprobs_and_entropies_are_those_of_the_plain_model(kind, tied, 
 
 def train(batch, name, **options):
     """Loss, sum of |L|/N and the gradient of all parameters over all passes."""
-    trained = Policy(model())
+    trained = Policy(model()).to(options.pop("dtype", torch.float32))
     learner = Learner(correction=Correction(name=name), decay=0.9)
     todo = passes(batch, **options)
     n = sum(len(m.targets) for m in todo)
@@ -87,6 +87,16 @@ def test_packing_padding_passes_and_ranks_change_neither_loss_nor_gradient(name)
         other, scale, moved = train(batch, name, **WAYS[way])
         assert abs(other - loss) < 1e-5 * scale, way
         assert float((moved - gradient).norm()) < 1e-5 * float(gradient.norm()), way
+
+
+def test_in_bf16_packing_changes_less_than_bf16_itself():
+    batch = random_batch(5, vocabulary=6)
+    _, scale, exact = train(batch, "ppo")
+    loss, _, gradient = train(batch, "ppo", dtype=torch.bfloat16)
+    other, _, moved = train(batch, "ppo", dtype=torch.bfloat16, **WAYS["unshared"])
+    assert abs(other - loss) < 2e-2 * scale
+    assert float((moved - gradient).norm()) < 5e-2 * float(gradient.norm())
+    assert float((moved - gradient).norm()) < 1.5 * float((gradient - exact).norm())
 
 
 def test_the_order_of_groups_changes_nothing():
