@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from lachesis_actors.environment_loading import load_environment, make_environment
+from lachesis_actors.environments.single_turn import Answer
 from lachesis_configs.load import ConfigError
 from lachesis_configs.schema import Config
 
@@ -49,6 +52,18 @@ def test_a_file_may_import_its_neighbours(write, tmp_path):
     (tmp_path / "neighbour_of_mine.py").write_text("WORD = 'spindle'")
     path = write("from neighbour_of_mine import WORD\nclass Mine(Base):\n    word = WORD")
     assert load_environment(path).word == "spindle"
+
+
+def test_the_example_in_the_docs(tiny_model, tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "environments.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    path = tmp_path / "reverse_of_docs.py"
+    path.write_text(code)
+    env = make(str(path), tiny_model, tmp_path, options={"max_new_tokens": 8})
+    assert env.next_problem() in env.words
+    assert env.messages("thread") == [{"role": "user", "content": "Spell thread backwards."}]
+    verdict = env.judge("thread", Answer(text="daerht", tokens=3, finished=True))
+    assert (verdict.reward, verdict.correct) == (1.0, True)
 
 
 def test_what_is_no_environment(write, tmp_path):
