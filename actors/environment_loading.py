@@ -67,19 +67,20 @@ def make_environment(
     """
     default = kind.config_init()[0]
     decided = _decided(environment, config, url=url, model=model)
-    lines = [_unknown(environment, key, default, decided) for key in environment.options]
+    key = f"environments.{config.environments.index(environment)}.options"
+    lines = [_unknown(key, name, value, default, decided) for name, value in environment.options.items()]
     if any(lines):
         raise ConfigError([line for line in lines if line])
     values = {**default.model_dump(), **environment.options, **decided}
     if "seed" in type(default).model_fields and "seed" not in environment.options:
         values["seed"] = seed
-    for key in ("data_dir_to_save_evals", "data_path_to_save_groups"):
-        if values[key] is not None:
-            values[key] = str(folder / values[key])
+    for name in ("data_dir_to_save_evals", "data_path_to_save_groups"):
+        if values[name] is not None:
+            values[name] = str(folder / values[name])
     try:
         own = type(default)(**values)
     except ValidationError as error:
-        raise ConfigError([_invalid(environment, e) for e in error.errors()]) from None
+        raise ConfigError([_invalid(key, e) for e in error.errors()]) from None
     # A list, because a single config makes Atropos's client ignore base_url and look on ports of its own choice. The
     # type vllm serves what openai does, and tokens with log-probs besides.
     server = APIServerConfig(
@@ -96,7 +97,9 @@ def make_environment(
     try:
         return kind(config=own, server_configs=[server], slurm=False, testing=False)
     except ValueError as error:
-        raise ConfigError([f"{_key(environment)}.options.{error}"]) from error
+        if str(error).partition(":")[0] not in type(default).model_fields:
+            raise
+        raise ConfigError([f"{key}.{error}"]) from error
 
 
 def _decided(environment: Environment, config: Config, *, url: str, model: Path) -> dict[str, Any]:
@@ -128,27 +131,23 @@ _INSTEAD = {
 }
 
 
-def _key(environment: Environment) -> str:
-    return f"environments.{environment.name}"
-
-
-def _unknown(environment: Environment, key: str, default: BaseEnvConfig, decided: dict[str, Any]) -> str | None:
-    where = f"{_key(environment)}.options.{key}: value {environment.options[key]!r}"
-    if key in decided:
-        instead = f"; set environments.N.{_INSTEAD[key]}" if key in _INSTEAD else ""
+def _unknown(key: str, name: str, value: Any, default: BaseEnvConfig, decided: dict[str, Any]) -> str | None:
+    where = f"{key}.{name}: value {value!r}"
+    if name in decided:
+        instead = f"; set {key.removesuffix('options')}{_INSTEAD[name]}" if name in _INSTEAD else ""
         return f"{where}, expected nothing: Lachesis decides it{instead}"
     known = type(default).model_fields
-    if key in known:
+    if name in known:
         return None
-    near = difflib.get_close_matches(key, known, n=1)
+    near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"expected a field of {type(default).__name__}"
     return f"{where}, unknown key, {hint}"
 
 
-def _invalid(environment: Environment, error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"])
+def _invalid(key: str, error: Any) -> str:
+    name = ".".join(str(part) for part in error["loc"])
     expected = str(error["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{_key(environment)}.options.{key}: value {error['input']!r}, expected {expected}"
+    return f"{key}.{name}: value {error['input']!r}, expected {expected}"
 
 
 def _import_file(file: Path) -> ModuleType:

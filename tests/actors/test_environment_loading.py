@@ -125,8 +125,8 @@ def test_options_that_do_not_fit(tiny_model, tmp_path):
     with pytest.raises(ConfigError) as caught:
         make("arithmetic", tiny_model, tmp_path, options={"max_value": 1, "temperature": "hot"})
     assert caught.value.lines == (
-        "environments.x.options.temperature: value 'hot', expected a valid number, unable to parse string as a number",
-        "environments.x.options.max_value: value 1, expected greater than or equal to 2",
+        "environments.0.options.temperature: value 'hot', expected a valid number, unable to parse string as a number",
+        "environments.0.options.max_value: value 1, expected greater than or equal to 2",
     )
 
 
@@ -134,6 +134,6 @@ def test_gsm8k_without_its_files_names_the_option(tiny_model, tmp_path):
     with pytest.raises(ConfigError) as caught:
         make("gsm8k", tiny_model, tmp_path, options={"data": str(tmp_path / "none")})
     assert caught.value.lines == (
-        f"environments.x.options.data: value '{tmp_path / 'none'}' has no train.jsonl, expected a folder with GSM8K's "
+        f"environments.0.options.data: value '{tmp_path / 'none'}' has no train.jsonl, expected a folder with GSM8K's "
         "files",
     )

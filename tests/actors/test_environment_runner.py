@@ -300,9 +300,9 @@ def test_a_mistake_in_the_options_is_a_config_error(tiny_model, tmp_path):
     with pytest.raises(ConfigError) as caught:
         run_with(actor, config, tmp_path)
     assert caught.value.lines == (
-        "environments.arithmetic.options.max_valeu: value 3, unknown key, did you mean max_value?",
-        "environments.arithmetic.options.group_size: value 2, expected nothing: Lachesis decides it; set "
-        "environments.N.group_size",
+        "environments.0.options.max_valeu: value 3, unknown key, did you mean max_value?",
+        "environments.0.options.group_size: value 2, expected nothing: Lachesis decides it; set "
+        "environments.0.group_size",
     )
 
 
