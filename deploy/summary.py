@@ -74,7 +74,7 @@ class Summary:
     checksum_mismatches: int | None
     """Activations whose weights were not bitwise the learner's."""
     pause_seconds_mean: float | None
-    """Pause of generation for an activation."""
+    """Pause of generation for an activation, the first one of an actor, before it generates, left out."""
     learner_tokens_per_second: float | None
     """Trained tokens by the time from the first lease to the end of training."""
     actor_tokens_per_second: float | None
@@ -177,7 +177,7 @@ def summarise(
         delta_bytes_mean=_mean(numbers(metrics, "delta_bytes")),
         full_bytes=_last_int(metrics, "full_bytes"),
         checksum_mismatches=len(_of_kind(events, "checksum_mismatch")) if activations else None,
-        pause_seconds_mean=_mean(numbers(activations, "pause_seconds")),
+        pause_seconds_mean=_mean(numbers(_pauses(events), "pause_seconds")),
         **_time_shares(metrics, events),
         mismatch_kl=_mean(numbers(metrics, "mismatch_kl")),
         stale_tokens_trained=_stale_tokens(metrics),
@@ -319,6 +319,20 @@ def _tokens_sampled(events: list[Record], window: Interval) -> float:
             continue
         tokens += sampled * max(0.0, min(end, window[1]) - max(start, window[0])) / (end - start)
     return tokens
+
+
+def _pauses(events: list[Record]) -> list[Record]:
+    """Activations in an engine that had served a version before."""
+    pauses, serving = [], set()
+    for event in events:
+        source = event.get("source")
+        if event.get("kind") == "started":
+            serving.discard(source)
+        elif event.get("kind") == "activation":
+            if source in serving:
+                pauses.append(event)
+            serving.add(source)
+    return pauses
 
 
 def _stale_tokens(metrics: list[Record]) -> int | None:

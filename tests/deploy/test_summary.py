@@ -139,8 +139,13 @@ def test_reasons_are_counted():
 
 def test_publication():
     events = [
-        {"kind": "activation", "version": 1, "pause_seconds": 0.2},
-        {"kind": "activation", "version": 2, "pause_seconds": 0.4},
+        {"kind": "started", "source": "actor-0"},
+        {"kind": "activation", "source": "actor-0", "version": 0, "pause_seconds": 9.0},
+        {"kind": "activation", "source": "actor-1", "version": 0, "pause_seconds": 9.0},
+        {"kind": "activation", "source": "actor-0", "version": 1, "pause_seconds": 0.2},
+        {"kind": "activation", "source": "actor-0", "version": 2, "pause_seconds": 0.4},
+        {"kind": "started", "source": "actor-0"},
+        {"kind": "activation", "source": "actor-0", "version": 2, "pause_seconds": 9.0},
         {"kind": "checksum_mismatch", "version": 2},
     ]
     summary = summarise([step(1), step(2)], events, None, staleness_bound=2)
