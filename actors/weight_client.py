@@ -79,7 +79,7 @@ async def follow_weights(
         actor: this actor's name, the member's name at the publisher.
         engine: started, not yet labelled.
         report: called as report(kind, **fields): "activation" with version, stage_seconds, pause_seconds, checksum and
-            bytes; "checksum_mismatch" with version; "healed" with version and bytes.
+            bytes; "checksum_mismatch" with version; "healed" with version, bytes and reason.
         on_active: called with each version once the engine serves it and says so.
 
     Reports started when the engine serves a published version. Runs until cancelled; returns quietly, with the last
@@ -100,11 +100,13 @@ async def follow_weights(
             try:
                 await follower.follow(task_status)
                 return
-            except Fenced:
-                log.warning("the publisher removed this actor; joining again")
+            except Fenced as error:
+                log.warning("%s; joining again", error)
+                follower.trouble = str(error)
                 await link.join()
             except StreamBroken as error:
                 log.warning("%s; trying again", error)
+                follower.trouble = str(error)
                 await trio.sleep(0.2)
 
 
@@ -130,6 +132,8 @@ class _Follower:
         self._loaded: str | None = None
         """Checksum of what the engine loaded; None until it is known."""
         self._started = False
+        self.trouble: str | None = None
+        """Why the next heal is more than the ordinary way of a version."""
         self._staging_began = 0.0
         self._staging_bytes = 0
         self._mismatches = 0
@@ -180,6 +184,7 @@ class _Follower:
         for answer in answers.values():
             if not answer["ok"]:
                 log.warning("version %d by collective: %s", invitation.version, answer["error"])
+                self.trouble = str(answer["error"])
         if not all(answer["ok"] for answer in answers.values()):
             return False
         if not self._verified(invitation.version, answers):
@@ -189,7 +194,6 @@ class _Follower:
 
     async def _heal(self) -> None:
         """Bring all workers to the newest version, whatever they hold, by stream."""
-        known = self._staged is not None
         while True:
             news = self._link.news
             assert news is not None
@@ -200,8 +204,9 @@ class _Follower:
             if not lacking:
                 await self._workers.command("know", version=news.version)
                 self._staged = (news.version, news.checksum)
-                if known and self._staging_bytes:
-                    self._report("healed", version=news.version, bytes=self._staging_bytes)
+                if self.trouble is not None:
+                    self._report("healed", version=news.version, bytes=self._staging_bytes, reason=self.trouble)
+                    self.trouble = None
                 return
             checksum = next(iter(lacking.values()))
             same = [worker for worker, theirs in lacking.items() if theirs == checksum]
@@ -243,6 +248,7 @@ class _Follower:
             self._mismatches = 0
             return True
         self._mismatches += 1
+        self.trouble = "wrong checksum"
         self._report("checksum_mismatch", version=version)
         log.error("version %d: wrong checksum after applying it; healing from an anchor", version)
         if self._mismatches >= MISMATCHES:

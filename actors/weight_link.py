@@ -29,7 +29,7 @@ from lachesis_transport.weights.version_log import Step
 log = logging.getLogger("lachesis.weights")
 
 ALIVE_SECONDS = 1.0
-RESEND_SECONDS = 2.0
+RESEND_SECONDS = 0.5
 LOG_EVERY_SECONDS = 30.0
 CHUNK_BYTES = 1 << 20
 WINDOW = 4

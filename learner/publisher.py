@@ -118,8 +118,9 @@ class Publisher:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Names of the actors that are members now."""
-        return tuple(member.actor for member in self._membership.members)
+        """Names of the actors that hold the newest version."""
+        newest = self._membership.newest
+        return tuple(m.actor for m in self._membership.members if newest is not None and m.staged == newest)
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve actors until cancelled. Reports started when the socket is bound."""
