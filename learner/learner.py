@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -34,7 +35,7 @@ from lachesis_transport.messages import Batch, Group, MessageError, Scores, pack
 
 if TYPE_CHECKING:
     from lachesis_learner.exchange import Exchange
-    from lachesis_learner.publisher import ShardEncoder
+    from lachesis_learner.shards import ShardEncoder
     from lachesis_learner.trainer import Trained
 
 logger = logging.getLogger("lachesis.learner")
@@ -60,22 +61,22 @@ def run_learner(config: Config, folder: Path, *, rank: int = 0, replay: Path | N
 
     Raises ConfigError for what a user can mend, RankDied, QueueError, NonFiniteInput and their like for a failed run.
     """
-    prepare_process(config.learner, rank=rank)
+    device, size = prepare_process(config.learner, rank=rank), config.learner.ranks
     if rank:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # rank 0 gets them too and says when to stop
-        _Rank(Ranks.follow(config.learner, rank=rank), config).obey()
+        _Rank(Ranks.follow(device=device, rank=rank, size=size), config).obey()
         return 0
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(resolve_model(config.model.path))})}
     )
-    arguments: list[str] = []
-    if config.learner.ranks > 1:
+    command: list[str] = []
+    if size > 1:
         path = folder / "learner.yaml"
         path.write_text(dump_config(config), encoding="utf-8")
-        arguments = ["learner", str(path), "--folder", str(folder)]
+        command = [sys.executable, "-m", "lachesis", "learner", str(path), "--folder", str(folder)]
     with _stop_signals() as stop:
-        ranks = Ranks.lead(config.learner, arguments)
+        ranks = Ranks.lead(device=device, size=size, command=command)
         failed = True
         try:
             lead = _Lead(ranks, config, folder, stop)
@@ -152,7 +153,7 @@ class _Rank:
 
     def encode(self, *, anchor: bool) -> list[bytes]:
         """The blobs of all ranks on rank 0, [] elsewhere."""
-        from lachesis_learner.publisher import ShardEncoder
+        from lachesis_learner.shards import ShardEncoder
 
         if self.encoder is None:
             self.encoder = ShardEncoder(self.trainer.shards(), rank=self.ranks.rank, ranks=self.ranks.size)
@@ -251,6 +252,9 @@ class _Lead(_Rank):
     def _batch(self, exchange: Exchange, metrics: MetricsWriter, publication: Future[Any]) -> Future[Any]:
         """One batch from the lease to the hand-over of the new version; returns its publication, still under way."""
         consumer, phases = exchange.consumer, Phases()
+        # The queue leases only for a version that is published.
+        with phases.phase("publish_wait"):
+            self._await(publication, patient=True)
         with phases.phase("wait"):
             batch = self._await(exchange.submit(consumer.lease, self.version))
         trained = self._train(batch, phases)
@@ -259,10 +263,8 @@ class _Lead(_Rank):
         self.parent, self.version = self.version, reserved
         with phases.phase("encode"):
             blobs = self._encode(anchor=False)
-        with phases.phase("publish_wait"):
-            self._await(publication, patient=True)
         publication = exchange.publish(version=self.version, parent=self.parent, blobs=blobs)
-        if self.step % self.config.learner.checkpoint_every == 0:
+        if self.step % self.config.learner.checkpoint_every == 0 or consumer.checkpoint_wanted:
             with phases.phase("checkpoint"):
                 self._save()
                 self._commit(exchange)
@@ -367,7 +369,7 @@ class _Lead(_Rank):
             self.ranks.send("tick")
 
     def _line(self, batch: Batch, trained: Trained, phases: Phases, blobs: list[bytes]) -> dict[str, Any]:
-        from lachesis_learner.publisher import ShardBlob
+        from lachesis_learner.shards import ShardBlob
 
         parts = [ShardBlob.from_wire(blob) for blob in blobs]
         total = sum(part.total for part in parts)

@@ -14,8 +14,9 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
+import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lachesis.learner")
 
 Kind = Literal["tick", "train", "encode", "save", "load", "stop"]
+Device = Literal["cpu", "cuda"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 TICK_SECONDS = 2.0
@@ -41,8 +43,12 @@ class RankDied(RuntimeError):
     """A rank ended before it was told to. The text says which and how."""
 
 
-def prepare_process(learner: schema.Learner, *, rank: int) -> None:
-    """Restrict this process to its cores, threads and device. Before torch is imported: its threads inherit that."""
+def prepare_process(learner: schema.Learner, *, rank: int) -> Device:
+    """Restrict this process to its cores, threads and device, and return the kind of device that it is to use.
+
+    Call it before torch and DeepSpeed are imported: threads inherit the cores, and DeepSpeed looks for its device once.
+    Raises ValueError when cuda is asked for and not there.
+    """
     if learner.cores is not None:
         os.sched_setaffinity(0, parse_cores(learner.cores))
     available = len(os.sched_getaffinity(0))
@@ -54,6 +60,16 @@ def prepare_process(learner: schema.Learner, *, rank: int) -> None:
         gpu = learner.gpus[rank] if learner.gpus is not None else rank
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[gpu] if gpu < len(visible) else ""
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(learner.ranks))
+
+    import torch
+
+    device: Device = "cuda" if learner.device != "cpu" and torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        if learner.device == "cuda":
+            raise ValueError("learner.device: value 'cuda', but torch finds no CUDA device; expected cpu or auto")
+        torch.set_num_threads(threads)
+    os.environ["DS_ACCELERATOR"] = device
+    return device
 
 
 def parse_cores(text: str) -> set[int]:
@@ -67,60 +83,43 @@ def parse_cores(text: str) -> set[int]:
     return cores
 
 
-def choose_device(learner: schema.Learner) -> Literal["cpu", "cuda"]:
-    """cpu or cuda, as `learner.device` says, and DeepSpeed told so. Call before DeepSpeed is imported.
-
-    Raises ValueError when cuda is asked for and not there.
-    """
-    import torch
-
-    there = learner.device != "cpu" and torch.cuda.is_available()
-    if learner.device == "cuda" and not there:
-        raise ValueError("learner.device: value 'cuda', but torch finds no CUDA device; expected cpu or auto")
-    os.environ["DS_ACCELERATOR"] = "cuda" if there else "cpu"
-    if not there:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return "cuda" if there else "cpu"
-
-
 class Ranks:
     """This process's place among the ranks. Make it with `lead` on rank 0 and `follow` on the others."""
 
     control: dist.ProcessGroup
     """gloo group of all ranks for commands, sums and blobs."""
 
-    def __init__(self, store: dist.Store, learner: schema.Learner, *, rank: int, children: list[_Child]) -> None:
+    def __init__(self, store: dist.Store, *, device: Device, rank: int, size: int, children: list[_Child]) -> None:
         import torch.distributed as dist
 
-        self.rank, self.size, self._children = rank, learner.ranks, children
-        self.device = choose_device(learner)
+        self.device, self.rank, self.size, self._children = device, rank, size, children
         timeout = timedelta(seconds=COLLECTIVE_SECONDS)
-        backend = "nccl" if self.device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=learner.ranks, timeout=timeout)
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         assert group is not None
         self.control = group
         _wrap_by_deepspeed(backend)
 
     @classmethod
-    def lead(cls, learner: schema.Learner, arguments: list[str]) -> Ranks:
-        """Rank 0: start the others as `lachesis ARGUMENTS --rank R` and meet them."""
+    def lead(cls, *, device: Device, size: int, command: Sequence[str]) -> Ranks:
+        """Rank 0: start the other `size` - 1 as `command` with `--rank R` behind it, and meet them."""
         import torch.distributed as dist
 
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
-        children = [_Child(arguments, rank=rank) for rank in range(1, learner.ranks)]
-        return cls(store, learner, rank=0, children=children)
+        children = [_Child(command, rank=rank) for rank in range(1, size)]
+        return cls(store, device=device, rank=0, size=size, children=children)
 
     @classmethod
-    def follow(cls, learner: schema.Learner, *, rank: int) -> Ranks:
+    def follow(cls, *, device: Device, rank: int, size: int) -> Ranks:
         """Another rank, started by rank 0. Raises ValueError when it was started by hand."""
         import torch.distributed as dist
 
         port = os.environ.get("MASTER_PORT")
-        if port is None or not 0 < rank < learner.ranks:
-            raise ValueError(f"--rank: value {rank}, expected to be started by rank 0 of {learner.ranks} ranks")
-        return cls(dist.TCPStore("127.0.0.1", int(port)), learner, rank=rank, children=[])
+        if port is None or not 0 < rank < size:
+            raise ValueError(f"--rank: value {rank}, expected to be started by rank 0 of {size} ranks")
+        return cls(dist.TCPStore("127.0.0.1", int(port)), device=device, rank=rank, size=size, children=[])
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         """Rank 0: tell the others what all do next. Raises RankDied."""
@@ -194,7 +193,7 @@ class Ranks:
 class _Child:
     """One spawned rank and the thread that watches it."""
 
-    def __init__(self, arguments: list[str], *, rank: int) -> None:
+    def __init__(self, command: Sequence[str], *, rank: int) -> None:
         self._rank, self._expected = rank, False
         parent = os.getpid()
 
@@ -204,7 +203,7 @@ class _Child:
                 os._exit(1)
 
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lachesis", *arguments, "--rank", str(rank)],
+            [*command, "--rank", str(rank)],
             stdin=subprocess.DEVNULL,
             preexec_fn=die_with_parent,
         )
@@ -245,6 +244,8 @@ def _wrap_by_deepspeed(backend: str) -> None:
     from deepspeed.utils import logger as deepspeed_logger
 
     deepspeed_logger.setLevel(logging.WARNING)
+    # Its calls of collectives that torch renamed warn at every call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # It would compile an operator for half a minute that only its inference uses.
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)

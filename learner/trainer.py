@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from lachesis_configs import schema
 from lachesis_learner.batch import MiniBatch, plan
@@ -23,7 +24,7 @@ from lachesis_learner.corrections import resolve_proximal
 from lachesis_learner.metrics import Phases
 from lachesis_learner.objective import StepSums, objective
 from lachesis_learner.policy import Policy
-from lachesis_learner.publisher import Shard
+from lachesis_learner.shards import Shard
 from lachesis_transport.messages import Batch
 
 logger = logging.getLogger("lachesis.learner")
@@ -79,6 +80,7 @@ class Trainer:
         self._model_path = model_path
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         dtype = torch.bfloat16 if learner.precision == "bf16" else torch.float32
+        transformers_logging.disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
         # Without dropout: the learner's log-probs have to be those that the actors sampled with.
         policy = Policy(model).eval()
