@@ -97,6 +97,7 @@ class Actor:
         settings.graceful_timeout = 1
         settings.accesslog = None
         settings.errorlog = logging.getLogger("lachesis.http")
+        settings.errorlog.setLevel(logging.WARNING)
         async with trio.open_nursery() as nursery:
             urls: list[str] = await nursery.start(hypercorn.trio.serve, self.application(), settings)
             task_status.started(urls[0])

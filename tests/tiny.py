@@ -30,8 +30,8 @@ VOCABULARY = 320
 
 
 def make_tiny_model(folder: Path, *, seed: int = 0) -> Path:
-    """Write a random LlamaForCausalLM (hidden 64, 2 layers, 2 heads of 32, tied, bf16) and a byte-level tokenizer with a
-    ChatML template into `folder`, in Hugging Face format; no network. Returns `folder`."""
+    """Write a random LlamaForCausalLM (hidden 64, 2 layers, 2 heads of 32, tied, bf16) and a byte-level tokenizer with
+    a ChatML template into `folder`, in Hugging Face format; no network. Returns `folder`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
