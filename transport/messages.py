@@ -148,9 +148,7 @@ class Trajectory:
         ):
             array = getattr(self, name)
             if array.dtype != dtype or array.shape != (n,):
-                raise MessageError(
-                    f"{where}.{name}: {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)}[{n}]"
-                )
+                raise MessageError(f"{where}.{name}: {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)}[{n}]")
         mask = self.mask
         if mask.max() > 1:
             raise MessageError(f"{where}.mask: value {int(mask.max())}, expected 0 or 1")
@@ -276,9 +274,7 @@ class Group:
             ticket=take(wire, "ticket", (int, type(None))),
             actor=take(wire, "actor", str),
             environment=take(wire, "environment", str),
-            trajectories=tuple(
-                Trajectory.from_wire(t, where=f"trajectories[{i}]") for i, t in enumerate(trajectories)
-            ),
+            trajectories=tuple(Trajectory.from_wire(t, where=f"trajectories[{i}]") for i, t in enumerate(trajectories)),
         )
 
 
