@@ -90,10 +90,7 @@ def start_logging(role: str) -> None:
 def _launch(options: argparse.Namespace) -> int:
     from lachesis_deploy.launch import launch
 
-    # With --resume the configuration may be left out, and the first word is then an override.
-    words = [*([options.config] if options.config else []), *options.overrides]
-    config = words.pop(0) if words and "=" not in words[0] else None
-    return launch(config, words, resume=options.resume)
+    return launch(options.config, options.overrides)
 
 
 def _queue(options: argparse.Namespace) -> int:
@@ -208,8 +205,8 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    def configured(added: argparse.ArgumentParser, *, optional: bool = False) -> argparse.ArgumentParser:
-        added.add_argument("config", nargs="?" if optional else None, metavar="CONFIG", help="YAML file of the run")
+    def configured(added: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        added.add_argument("config", metavar="CONFIG", help="YAML file of the run")
         added.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys that override the file")
         return added
 
@@ -221,10 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         return added
 
-    added = configured(verb("launch", _launch, "run queue, learner and actors on this node, to the end"), optional=True)
-    added.add_argument(
-        "--resume", type=Path, metavar="FOLDER", help="continue in this run folder, with its config.yaml"
-    )
+    configured(verb("launch", _launch, "run queue, learner and actors on this node, to the end"))
     role("queue", _queue, "the replay queue")
     added = role("learner", _learner, "the learner, with all its ranks")
     added.add_argument("--rank", type=int, default=0, help="rank to run (set by rank 0 for the others)")

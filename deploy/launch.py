@@ -36,20 +36,19 @@ from lachesis_deploy.supervisor import GRACE_SECONDS, RoleFailed, supervise
 logger = logging.getLogger("lachesis.launch")
 
 
-def launch(config_path: str | None, overrides: Sequence[str] = (), *, resume: Path | None = None) -> int:
+def launch(config_path: str, overrides: Sequence[str] = ()) -> int:
     """Run queue, learner and actors on this node until the run is finished; returns the exit code.
 
     0: finished, summary.json and report.html are written. 1: a role failed, which is named with the end of its log.
     128 + n: stopped by signal n. Whatever the code, no process of the run is left.
 
     Args:
-        config_path: the YAML file; None takes the one in `resume`.
+        config_path: the YAML file.
         overrides: key=value on top of it.
-        resume: an existing run folder to continue in, instead of a new one.
 
     Raises ConfigError for a wrong configuration, a taken address or a folder that is no run's.
     """
-    config, folder = _prepared(config_path, overrides, resume)
+    config, folder = _prepared(config_path, overrides)
     logs = folder / LOGS
     logs.mkdir(exist_ok=True)
     print(f"run folder {folder} (logs in {logs})", flush=True)
@@ -160,18 +159,11 @@ def close_run(folder: Path) -> Summary:
     return summary
 
 
-def _prepared(config_path: str | None, overrides: Sequence[str], resume: Path | None) -> tuple[Config, Path]:
-    if resume is not None and not (resume / CONFIG).is_file():
-        raise ConfigError([f"--resume: {resume} has no {CONFIG}, expected the folder of an earlier run"])
-    if config_path is None and resume is None:
-        raise ConfigError(["CONFIG: missing, expected a YAML file"])
-    path = Path(config_path) if config_path is not None else Path(str(resume)) / CONFIG
-    config = load_config(path, overrides)
+def _prepared(config_path: str, overrides: Sequence[str]) -> tuple[Config, Path]:
+    config = load_config(config_path, overrides)
     # Ports first and the folder last: a launch that cannot start converts no model and leaves no empty folder.
     placed(config, Path(), Path())
     model = resolve_model(config.model.path)
-    if resume is not None:
-        return placed(config, resume, model), resume
     wanted = default_folder(config)
     folder = fresh_folder(wanted)
     if folder != wanted:

@@ -41,11 +41,6 @@ def test_validate_prints_the_whole_configuration(config, tmp_path, capsys):
             ["validate", "nowhere.yaml"],
             "nowhere.yaml: cannot be read (No such file or directory), expected a YAML file",
         ),
-        (["launch"], "CONFIG: missing, expected a YAML file"),
-        (
-            ["launch", "--resume", "nowhere"],
-            "--resume: nowhere has no config.yaml, expected the folder of an earlier run",
-        ),
         (["report", "nowhere"], "nowhere: no such folder, expected the folder of a run"),
         (["environment", "{config}", "--url", "http://127.0.0.1:1", "--name", "x"], None),
     ],

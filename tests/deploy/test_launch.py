@@ -88,14 +88,6 @@ def test_a_second_run_gets_a_folder_of_its_own(wanted, monkeypatch, capsys):
     assert Path("runs/toy-2/summary.json").exists()
 
 
-def test_a_resumed_run_goes_on_in_its_folder(wanted, monkeypatch):
-    roles(monkeypatch, learner=learner(2))
-    assert launch(wanted) == 0
-    assert launch(None, ["run.steps=2"], resume=Path("runs/toy")) == 0
-    assert len(Path("runs/toy/metrics.jsonl").read_text().splitlines()) == 4
-    assert sorted(p.name for p in Path("runs").iterdir()) == ["toy"]
-
-
 def test_a_failing_role_ends_the_run(wanted, monkeypatch, capsys):
     roles(monkeypatch, queue=FOREVER, learner="print('no memory'); raise SystemExit(7)")
     assert launch(wanted) == 1
@@ -153,10 +145,6 @@ def test_a_run_is_finished_with_its_last_step(tmp_path):
 
 
 def test_user_errors(wanted, tmp_path):
-    with pytest.raises(ConfigError, match="CONFIG: missing"):
-        launch(None)
-    with pytest.raises(ConfigError, match=r"--resume: .* has no config\.yaml"):
-        launch(None, resume=tmp_path)
     with pytest.raises(ConfigError, match="expected the folder of a run"):
         close_run(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
