@@ -373,6 +373,7 @@ class _Lead(_Rank):
 
         parts = [ShardBlob.from_wire(blob) for blob in blobs]
         total = sum(part.total for part in parts)
+        elapsed = phases.elapsed
         metrics = trained.sums.finalise()
         own = Scores()
         for group in batch.groups:
@@ -397,8 +398,8 @@ class _Lead(_Rank):
                 f"seconds_{name}": phases.seconds(name)
                 for name in ("wait", "proximal", "forward_backward", "step", "encode", "publish_wait", "checkpoint")
             },
-            "seconds_total": phases.elapsed,
-            "tokens_per_second": metrics["tokens"] / phases.elapsed,
+            "seconds_total": elapsed,
+            "tokens_per_second": metrics["tokens"] / elapsed,
             "delta_bytes": sum(len(part.payload) for part in parts) if parts else None,
             "full_bytes": 2 * total if parts else None,
             "changed_share": sum(part.changed for part in parts) / total if parts else None,
