@@ -11,6 +11,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from lachesis_actors.weight_receiver import Receiver, open_receiver
@@ -77,9 +78,27 @@ class LachesisWeightTransfer(WeightTransferEngine[LachesisInitInfo, LachesisUpda
     def finish_weight_update(self) -> None:
         """Pack and place what was loaded."""
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _pack_tied_heads(self.model)
 
     def shutdown(self) -> None:
         """End the receiver thread."""
         if self._receiver is not None:
             self._receiver.stop()
             self._receiver = None
+
+
+def _pack_tied_heads(model: torch.nn.Module) -> None:
+    """Pack the heads that share an embedding's weight again.
+
+    On a CPU a head multiplies with a packed copy of its weight. A tied head is never loaded itself, so the layerwise
+    reload leaves its copy at the weights that the engine started with.
+    """
+    embeddings = {
+        layer.weight.data_ptr()
+        for layer in model.modules()
+        if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+    }
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and layer.weight.data_ptr() in embeddings:
+            layer.quant_method.process_weights_after_loading(layer)

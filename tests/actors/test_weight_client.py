@@ -45,10 +45,7 @@ async def fixed_logprobs(engine: Engine) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def teacher_forced(folder: Path, prompt: list[int], tokens: np.ndarray) -> np.ndarray:
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def teacher_forced(model: torch.nn.Module, prompt: list[int], tokens: np.ndarray) -> np.ndarray:
     ids = torch.tensor([[*prompt, *tokens.tolist()]])
     logprobs = model(ids).logits[0].log_softmax(-1)
     return logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
@@ -134,9 +131,12 @@ async def test_vllm_serves_each_published_version(tiny_engine: TinyServer, tmp_p
     assert all((np.diff(versions) >= 0).all() for versions in spans)
     assert any(len(np.unique(versions)) > 1 for versions in spans)
     assert {int(v) for versions in spans for v in versions} >= {0, 1, 2}
+    from transformers import LlamaForCausalLM
+
+    models = {v: LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32) for v, folder in saved.items()}
     right, wrong = [], []
     for prompt, completion in answers:
-        forced = {v: teacher_forced(saved[v], prompt, completion.token_ids) for v in saved}
+        forced = {v: teacher_forced(model, prompt, completion.token_ids) for v, model in models.items()}
         for version in np.unique(completion.versions):
             at = completion.versions == version
             right.append(np.abs(completion.logprobs - forced[version])[at])

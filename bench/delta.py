@@ -1,0 +1,148 @@
+"""What weight deltas cost: their size against the entropy floor, their time against reading and copying the weights.
+
+The weights are random bf16 tensors in the shapes of a small transformer; a step moves a share of them by a few units in
+the last place, nine of ten by one, at random positions. That is what training does to bf16 weights at small learning
+rates, but for the positions: real ones cluster, which only helps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+import torch
+
+from lachesis_bench.figures import Figure, Length
+from lachesis_learner.shards import Shard, ShardEncoder
+from lachesis_transport.weights.mirror import Mirror
+
+DENSITIES = (0.001, 0.01, 0.025, 0.06, 0.14, 0.3, 0.6)
+TIMED = (0.001, 0.01, 0.025, 0.14)
+
+AMOUNT: dict[Length, tuple[int, int]] = {"short": (6, 3), "normal": (30, 5), "long": (30, 15)}
+"""Layers, and runs of each timing."""
+
+
+def run(length: Length) -> list[Figure]:
+    """delta.floor_share_P, delta.encode_P and delta.apply_P for shares P of changed weights."""
+    layers, runs = AMOUNT[length]
+    figures = []
+    for density in DENSITIES:
+        trial = _Trial(layers, density)
+        figures.append(trial.floor_share())
+        if density in TIMED:
+            figures += trial.timings(runs)
+    return figures
+
+
+class _Trial:
+    """A model and one step of it, which the encoder takes forth and back."""
+
+    def __init__(self, layers: int, density: float) -> None:
+        self.random = np.random.default_rng(0)
+        self.density = density
+        shapes = {"embed": 49_152 * 576}
+        for i in range(layers):
+            shapes |= {
+                f"{i}.{name}": 576 * rows for name, rows in (("up", 1536), ("down", 1536), ("q", 576), ("k", 192))
+            }
+            shapes[f"{i}.norm"] = 576
+        self.before = {name: self._weights(numel) for name, numel in shapes.items()}
+        self.after = {name: self._moved(bits) for name, bits in self.before.items()}
+        self.live = {name: torch.from_numpy(bits.view(np.int16).copy()) for name, bits in self.before.items()}
+        shards = [
+            Shard(name=name, flat=bits.view(torch.bfloat16), start=0, numel=len(bits))
+            for name, bits in self.live.items()
+        ]
+        self.encoder = ShardEncoder(shards, rank=0, ranks=1)
+        self.encoder.encode(anchor=True)
+        self.mirror = Mirror(self.encoder.layout)
+        for name, tensor in self.mirror.tensors():
+            tensor.copy_(self.live[name].view(torch.bfloat16))
+
+    def floor_share(self) -> Figure:
+        """Bytes that the positions and differences carry at least, to bytes used."""
+        floor = sum(_floor_bytes(self.before[name], self.after[name]) for name in self.before)
+        self._load(self.after)
+        payload = self.encoder.encode().payload
+        self._load(self.before)
+        back = self.encoder.encode().payload
+        self.mirror.apply(payload, sizes=[len(payload)])
+        self.mirror.apply(back, sizes=[len(back)])
+        return Figure(
+            figure=f"delta.floor_share_{self.density:g}",
+            value=len(payload) / 1e6,
+            unit="MB",
+            against="entropy of positions and differences",
+            reference=floor / 1e6,
+            ratio=floor / len(payload),
+        )
+
+    def timings(self, runs: int) -> list[Figure]:
+        """Encoding against comparing both copies, applying against copying all weights."""
+        encode, compare, apply, copy = [], [], [], []
+        names = self.encoder.layout.names
+        target = {name: bits.copy() for name, bits in self.before.items()}
+        for i in range(runs + 1):
+            weights, others = (self.after, self.before) if i % 2 == 0 else (self.before, self.after)
+            self._load(weights)
+            start = time.perf_counter()
+            same = [np.array_equal(weights[name], others[name]) for name in names]
+            compare.append(time.perf_counter() - start)
+            assert not all(same)
+            start = time.perf_counter()
+            payload = self.encoder.encode().payload
+            encode.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            self.mirror.apply(payload, sizes=[len(payload)])
+            apply.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            for name in names:
+                np.copyto(target[name], weights[name])
+            copy.append(time.perf_counter() - start)
+        size = self.mirror.nbytes / 1e9
+        return [
+            _rate(f"delta.encode_{self.density:g}", encode, "comparing the two copies", compare, size),
+            _rate(f"delta.apply_{self.density:g}", apply, "copying all weights", copy, size),
+        ]
+
+    def _weights(self, numel: int) -> np.ndarray:
+        return (self.random.standard_normal(numel, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+    def _moved(self, bits: np.ndarray) -> np.ndarray:
+        moved = bits.copy()
+        chosen = self.random.random(len(bits), dtype=np.float32) < self.density
+        at = np.flatnonzero(chosen & ((bits & 0x7FFF) > 0xFF))  # away from zero, beyond which the bits jump
+        steps = self.random.geometric(0.9, len(at)) * self.random.choice([-1, 1], len(at))
+        moved[at] += steps.astype(np.int16).view(np.uint16)
+        return moved
+
+    def _load(self, weights: dict[str, np.ndarray]) -> None:
+        for name, bits in weights.items():
+            self.live[name].copy_(torch.from_numpy(bits.view(np.int16)))
+
+
+def _floor_bytes(before: np.ndarray, after: np.ndarray) -> float:
+    """n * (H(p) + p * H(difference)) bits, as bytes."""
+    difference = (after - before)[after != before]
+    n, p = len(before), len(difference) / len(before)
+    positions = 0.0 if p in (0.0, 1.0) else -p * np.log2(p) - (1 - p) * np.log2(1 - p)
+    shares = np.unique(difference, return_counts=True)[1] / max(1, len(difference))
+    return float(n * (positions - p * (shares * np.log2(shares)).sum()) / 8)
+
+
+def _rate(figure: str, seconds: list[float], against: str, reference: list[float], size: float) -> Figure:
+    # The first of each warms caches and is left out.
+    ratios = [limit / ours for ours, limit in zip(seconds[1:], reference[1:], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return Figure(
+        figure=figure,
+        value=size / statistics.median(seconds[1:]),
+        unit="GB/s",
+        against=against,
+        reference=size / statistics.median(reference[1:]),
+        ratio=middle,
+        runs=len(ratios),
+        spread=(high - low) / 2 / middle,
+    )
