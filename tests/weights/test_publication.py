@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -184,6 +185,7 @@ async def test_a_publisher_that_comes_back_finds_its_members_again(tmp_path: Pat
             await nursery.start(member.follow)
         resumed = Learner(learner.tensors, ranks=2)
         resumed.step()
+        await until(lambda: free(address))
         publisher = Publisher(address=address, layout=resumed.layout, channel="collective", deadline_seconds=10.0)
         await nursery.start(publisher.serve)
         await publisher.publish(version=7, parent=None, blobs=resumed.blobs(anchor=True))
@@ -195,6 +197,16 @@ async def test_a_publisher_that_comes_back_finds_its_members_again(tmp_path: Pat
         assert report.channel == "collective"
         nursery.cancel_scope.cancel()
         member.engine.stop()
+
+
+def free(address: str) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+        except OSError:
+            return False
+        return True
 
 
 @pytest.mark.trio
