@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -37,13 +38,24 @@ def main(arguments: list[str] | None = None) -> int:
         return options.run(options) or 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except SystemExit:
+        raise
     except BaseException as error:
-        lines = user_error(error)
+        lines, code = user_error(error), USER_ERROR
         if not lines:
-            raise
+            traceback.print_exception(error)
+            # Last, since whoever looks at the end of a log wants the cause and not a frame of trio's.
+            lines, code = [f"{type(leaf).__name__}: {leaf}" for leaf in _leaves(error)], 1
         for line in lines:
             print(f"lachesis {options.verb}: {line}", file=sys.stderr)
-        return USER_ERROR
+        return code
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The errors in a group of errors, however deep."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    return [error]
 
 
 def user_error(error: BaseException) -> list[str]:

@@ -155,6 +155,8 @@ def engine_environment(
     if cpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(config.kv_cache_gib))
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # A thread that spins at a barrier takes the core from a learner on the same node.
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # Eager mode still compiles pieces of the sampler, which costs the first request a quarter of a minute.
         env["TORCH_COMPILE_DISABLE"] = "1"
         threads = config.threads or (len(parse_cores(config.cores)) if config.cores else None)
@@ -243,10 +245,6 @@ class Engine:
         await self.control("POST", "/start_weight_update")
         await self.control("POST", "/update_weights", json={"update_info": {"version": version}})
         await self.control("POST", "/finish_weight_update", json={"weight_version": str(version)})
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes."""
-        await self.control("POST", "/reset_prefix_cache")
 
     async def render_chat(self, request: dict[str, Any]) -> list[int]:
         """The prompt's token ids of an OpenAI chat request, by the model's own chat template."""

@@ -56,9 +56,6 @@ class ServesWeights(Protocol):
     async def current_label(self) -> str:
         """The name of what is loaded."""
 
-    async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes."""
-
 
 async def follow_weights(
     *,
@@ -92,9 +89,7 @@ async def follow_weights(
         link = await stack.enter_async_context(
             open_link(config.weights.address, actor=actor, workers=count, layout=workers.layout)
         )
-        follower = _Follower(
-            link, workers, engine, recompute=config.actor.kv == "recompute", report=report, on_active=on_active
-        )
+        follower = _Follower(link, workers, engine, report=report, on_active=on_active)
         await link.join()
         while True:
             try:
@@ -117,14 +112,12 @@ class _Follower:
         workers: Workers,
         engine: ServesWeights,
         *,
-        recompute: bool,
         report: Callable[..., None],
         on_active: Callable[[int], None],
     ) -> None:
         self._link = link
         self._workers = workers
         self._engine = engine
-        self._recompute = recompute
         self._report = report
         self._on_active = on_active
         self._staged: tuple[int, str] | None = None
@@ -267,7 +260,7 @@ class _Follower:
         if self._loaded == checksum:
             await self._engine.label(version)
         else:
-            await self._engine.pause(clear_cache=self._recompute)
+            await self._engine.pause(clear_cache=True)
             self._loaded = None
             try:
                 await self._engine.update_weights(version)
@@ -277,8 +270,6 @@ class _Follower:
         if label != str(version):
             raise ActivationFailed(f"version {version}: the engine says that it serves {label!r}")
         if self._loaded is None:
-            if not self._recompute:
-                await self._engine.reset_prefix_cache()
             await self._engine.resume()
         self._loaded, self._active = checksum, staged
         self._on_active(version)

@@ -135,8 +135,6 @@ class Actor(Section):
     advantages: Literal["given", "group", "mean", "loo"] = "group"
     """Token advantages where the environment gave none: `group` (R-mean)/std, `mean` R-mean, `loo` R-mean of the
     others; `given` takes only those that the environment gave."""
-    kv: Literal["recompute", "keep"] = "recompute"
-    """KV cache of running requests when new weights become active: recompute it under them, or keep it."""
     engine: Engine = Field(default_factory=Engine)
     """The vLLM server."""
 

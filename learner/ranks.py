@@ -54,6 +54,8 @@ def prepare_process(learner: schema.Learner, *, rank: int) -> Device:
     available = len(os.sched_getaffinity(0))
     threads = learner.threads or max(1, available // learner.ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    # A thread that spins at a barrier takes the core from an engine on the same node.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if learner.device != "cpu":
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
         visible = given.split(",") if given else [str(i) for i in range(1024)]

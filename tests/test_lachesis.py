@@ -151,3 +151,14 @@ def test_help_imports_no_role():
     assert done.stderr == "\n"
     for verb in ("launch", "queue", "learner", "actor", "environment", "status", "validate", "report", "bench"):
         assert f"    {verb}" in done.stdout
+
+
+def test_a_failure_ends_with_its_cause_however_deeply_it_was_grouped(config, monkeypatch, capsys):
+    def fail(_):
+        raise BaseExceptionGroup("outer", [ExceptionGroup("inner", [RuntimeError("the engine ended")]), OSError("gone")])
+
+    monkeypatch.setattr(lachesis, "_validate", fail)
+    assert lachesis.main(["validate", config]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2:] == ["lachesis validate: RuntimeError: the engine ended", "lachesis validate: OSError: gone"]
+    assert any("Traceback" in line for line in lines)

@@ -57,9 +57,6 @@ class CopyingEngine:
     async def current_label(self) -> str:
         return self.served_label
 
-    async def reset_prefix_cache(self) -> None:
-        self.calls.append("reset")
-
     def stop(self) -> None:
         for receiver in self.receivers:
             receiver.stop()
