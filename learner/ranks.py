@@ -56,6 +56,8 @@ def prepare_process(learner: schema.Learner, *, rank: int) -> Device:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # A thread that spins at a barrier takes the core from an engine on the same node.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Huge pages for torch's large tensors: the kernel clears fresh small ones at the cost of a tenth of a step.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if learner.device != "cpu":
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
         visible = given.split(",") if given else [str(i) for i in range(1024)]

@@ -5,7 +5,7 @@ All ranks call the same methods with the same arguments in the same order: each 
 
 from __future__ import annotations
 
-import logging
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,6 @@ from lachesis_learner.objective import StepSums, objective
 from lachesis_learner.policy import Policy
 from lachesis_learner.shards import Shard
 from lachesis_transport.messages import Batch
-
-logger = logging.getLogger("lachesis.learner")
 
 TAG = "state"
 """Name of DeepSpeed's checkpoint inside the folder that it is given."""
@@ -99,7 +97,7 @@ class Trainer:
             model=policy,
             model_parameters=list(policy.parameters()),
             optimizer=optimizer,
-            config=engine_config(learner),
+            config=engine_config(learner, cpu=os.environ["DS_ACCELERATOR"] == "cpu"),
             dist_init_required=False,
         )
         self._policy = policy
@@ -241,15 +239,22 @@ class Trainer:
             torch.cuda.synchronize()
 
 
-def engine_config(learner: schema.Learner) -> dict[str, Any]:
+def engine_config(learner: schema.Learner, *, cpu: bool) -> dict[str, Any]:
     """DeepSpeed's configuration. Accumulation is in fp32 whatever the precision; steps are taken by hand."""
+    zero: dict[str, Any] = {"stage": 3}
+    if cpu:
+        # Pieces that fit a CPU's caches and that malloc keeps, where fresh pages would cost more than the arithmetic.
+        zero |= {"reduce_bucket_size": 8_000_000, "sub_group_size": 8_000_000}
+    if learner.ranks == 1:
+        # Nothing to scatter, and this path has no copies for it.
+        zero["reduce_scatter"] = False
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": learner.precision == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_clipping": learner.max_grad_norm,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100_000},
+        "zero_optimization": zero,
         "steps_per_print": 1 << 40,
     }
 

@@ -89,7 +89,7 @@ def _flat(metrics):
     lists = {f"staleness_histogram/{s}": n for s, n in enumerate(metrics["staleness_histogram"])}
     maps = {f"kl_by_staleness/{s}": kl for s, kl in metrics["kl_by_staleness"].items()}
     rest = {key: value for key, value in metrics.items() if key not in ("staleness_histogram", "kl_by_staleness")}
-    return {**rest, **lists, **maps}
+    return {key: value for key, value in {**rest, **lists, **maps}.items() if value is not None}
 
 
 @pytest.mark.parametrize("ranks", RANKS)
