@@ -121,6 +121,8 @@ def engine_command(config: EngineConfig, *, model_path: Path, port: int, seed: i
     }
     if cpu:
         arguments["enforce-eager"] = True
+        # The smallest that the CPU attention takes: prompts share their beginning a block at a time.
+        arguments["block-size"] = 32
     else:
         arguments["kv-cache-memory-bytes"] = int(config.kv_cache_gib * (1 << 30))
     for name, value in config.arguments.items():
