@@ -13,9 +13,9 @@ setup: .venv/.complete
 .venv/.complete: $(REQUIREMENTS) setup.cfg
 	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) was not found; install Python 3.11 or name one with PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(REQUIREMENTS) || { echo "setup: an install failed (above). If pip found no torch==2.13.0+cpu, add PyTorch's own CPU wheel index with pip's environment variable PIP_EXTRA_INDEX_URL and try again." >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -r $(REQUIREMENTS) || { echo "setup: an install failed (above). If pip found no torch==2.13.0+cpu, add PyTorch's own CPU wheel index with pip's environment variable PIP_EXTRA_INDEX_URL and try again." >&2; exit 1; }
 	rm -rf .venv/wheel && $(BIN)/python -W ignore -c "import setuptools; setuptools.setup()" --quiet editable_wheel --dist-dir .venv/wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .venv/wheel/*.whl
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --force-reinstall .venv/wheel/*.whl
 	rm -rf .venv/packages && mkdir .venv/packages && for p in $(PACKAGES); do ln -s ../../$$p .venv/packages/lachesis_$$p; done && ln -s ../../lachesis.py .venv/packages/
 	touch $@
 

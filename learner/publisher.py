@@ -228,7 +228,8 @@ class Publisher:
                 left = max(0.05, began + seconds - trio.current_time())
                 await trio.to_thread.run_sync(lambda: group.broadcast(buffer, seconds=left), abandon_on_cancel=True)
         except (CollectiveFailed, trio.TooSlowError) as error:
-            log.warning("version %d: %s; its members get it by stream", entry.version, error or "collective too slow")
+            cause = str(error) or f"the collective took more than {seconds:g} s"
+            log.warning("version %d: %s; its members get it by stream", entry.version, cause)
             self._membership.broke()
             if self._group is not None:
                 self._group.close()

@@ -30,7 +30,8 @@ class FakeActor:
         self.released: dict[int, str] = {}
         self.fail_next = 0
         """Requests to answer with 500."""
-        self.hold_generation: asyncio.Event | None = None
+        self.hold_training = False
+        """Whether training requests are never answered."""
         self.url = ""
         self._next = 0
         self._polls_after_the_end = 0
@@ -155,8 +156,8 @@ class FakeActor:
     async def _generate(self, request):
         body = await request.json()
         self.requests.append(("generate", self._headers(request), body))
-        if self.hold_generation is not None:
-            await self.hold_generation.wait()
+        if self.hold_training and request.headers.get("X-Lachesis-Split") == "train":
+            await asyncio.Event().wait()
         prompt = self.tokenizer.decode(body["prompt"]["prompt_token_ids"])
         outputs = [
             [*self.tokenizer.encode(self.answer(prompt, i)), self.tokenizer.eos_token_id] for i in range(body["n"])

@@ -260,18 +260,16 @@ def test_sigterm_hands_back_the_tickets_and_ends_with_0(tiny_model, tmp_path):
 
     async def main():
         actor = FakeActor(tiny_model, steps=3, batch=4)
+        actor.hold_training = True
         async with actor.serve():
             command = ("-m", "lachesis", "environment", str(path), "--name", "arithmetic", "--url", actor.url)
             process = await asyncio.create_subprocess_exec(
                 sys.executable, *command, "--folder", str(tmp_path), stderr=subprocess.PIPE
             )
             try:
-                while not any(kind == "evaluation" for kind, _ in actor.log):
-                    await asyncio.sleep(0.02)
-                    assert process.returncode is None
-                actor.hold_generation = asyncio.Event()
                 while len(actor.live) < 3:
                     await asyncio.sleep(0.02)
+                    assert process.returncode is None
                 await asyncio.sleep(0.3)
                 live = set(actor.live)
                 process.send_signal(signal.SIGTERM)

@@ -66,7 +66,7 @@ async def test_vllm_serves_each_published_version(tiny_engine: TinyServer, tmp_p
         save_file({n: t.clone() for n, t in tensors.items()}, saved[version] / "model.safetensors", {"format": "pt"})
 
     publisher = Publisher(
-        address="tcp://127.0.0.1:0", layout=learner.layout, channel="collective", deadline_seconds=20.0
+        address="tcp://127.0.0.1:0", layout=learner.layout, channel="collective", deadline_seconds=60.0
     )
     events: list[dict[str, Any]] = []
     active: list[int] = []
@@ -79,7 +79,7 @@ async def test_vllm_serves_each_published_version(tiny_engine: TinyServer, tmp_p
         await nursery.start(
             partial(
                 follow_weights,
-                config=Config(weights=Weights(address=publisher.address, deadline_seconds=20.0)),
+                config=Config(weights=Weights(address=publisher.address, deadline_seconds=60.0)),
                 actor="actor-0",
                 engine=engine,
                 report=lambda kind, **fields: events.append({"kind": kind, **fields}),
