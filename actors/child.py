@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -22,10 +22,10 @@ KEEPER = Path(__file__).with_name("keeper.py")
 TAIL_BYTES = 16 * 1024
 
 
-def kept(command: Sequence[str], *, cores: str | None = None, grace_seconds: float = 10.0) -> list[str]:
+def kept(command: Sequence[str], *, cores: Collection[int] | None = None, grace_seconds: float = 10.0) -> list[str]:
     """The command line that runs `command` under the keeper (see keeper.py): start it with a pipe as its standard input
     and `start_new_session=True`; closing the pipe ends it and its whole process group."""
-    options = [] if cores is None else ["--cores", cores]
+    options = [] if cores is None else ["--cores", ",".join(map(str, sorted(cores)))]
     return [sys.executable, "-I", "-S", str(KEEPER), *options, "--grace", str(grace_seconds), "--", *command]
 
 
@@ -73,13 +73,13 @@ async def open_child(
     *,
     log_path: Path,
     env: Mapping[str, str] | None = None,
-    cores: str | None = None,
+    cores: Collection[int] | None = None,
     grace_seconds: float = 10.0,
 ) -> AsyncIterator[Child]:
     """Start `command` in its own process group, its output appended to `log_path`, pinned to `cores` where given.
 
     At the end of the block the child gets SIGTERM and, after `grace_seconds`, its whole group SIGKILL. The same happens
-    when this process dies, also by kill -9. Raises ValueError when `cores` is no list of cores.
+    when this process dies, also by kill -9.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:

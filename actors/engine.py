@@ -28,7 +28,7 @@ import numpy as np
 import trio
 
 from lachesis_actors.child import Child, open_child
-from lachesis_actors.keeper import parse_cores
+from lachesis_configs.cores import parse_cores, usable_cores
 from lachesis_configs.schema import Engine as EngineConfig
 from lachesis_transport.messages import SENTINEL_LOGPROB, UNSAMPLED
 
@@ -370,10 +370,11 @@ async def open_engine(
     with reserve_port() as holder:
         port = holder.getsockname()[1]
         command = engine_command(config, model_path=model_path, port=port, seed=seed, cpu=cpu)
+        cores = usable_cores("actor.engine.cores", config.cores) if config.cores else None
         env = engine_environment(config, inherited=os.environ, gpus=gpus, cpu=cpu)
         logger.info("starting vLLM with %s on 127.0.0.1:%d (log: %s)", model_path, port, log_path)
         async with (
-            open_child(command, log_path=log_path, env=env, cores=config.cores) as child,
+            open_child(command, log_path=log_path, env=env, cores=cores) as child,
             attach_engine(f"http://127.0.0.1:{port}") as engine,
         ):
             try:

@@ -1,6 +1,6 @@
 """Run one command and end it, with all its children, when the parent is gone.
 
-    python keeper.py [--cores 0-1] [--grace SECONDS] -- COMMAND...
+    python keeper.py [--cores 0,1] [--grace SECONDS] -- COMMAND...
 
 The keeper leads a process group of its own. It holds the reading end of a pipe (its standard input) whose writing end
 lives in the parent: end of file there means the parent ended, be it by kill -9, or asked for the end. Then the command
@@ -20,20 +20,6 @@ import sys
 import threading
 
 PR_SET_PDEATHSIG = 1
-
-
-def parse_cores(text: str) -> set[int]:
-    """The cores of a list such as "0", "0-1" or "0,2-3". Raises ValueError naming the text."""
-    cores: set[int] = set()
-    try:
-        for part in text.split(","):
-            low, dash, high = part.partition("-")
-            cores.update(range(int(low), int(high if dash else low) + 1))
-    except ValueError:
-        cores = set()
-    if not cores:
-        raise ValueError(f"cores: {text!r}, expected a list such as '0', '0-1' or '0,2-3'")
-    return cores
 
 
 def _dies_with_its_parent() -> None:
@@ -57,7 +43,7 @@ def main(argv: list[str]) -> int:
     at = argv.index("--")
     options = dict(zip(argv[:at:2], argv[1:at:2], strict=True))
     if "--cores" in options:
-        os.sched_setaffinity(0, parse_cores(options["--cores"]))
+        os.sched_setaffinity(0, map(int, options["--cores"].split(",")))
     command = subprocess.Popen(argv[at + 1 :], stdin=subprocess.DEVNULL, preexec_fn=_dies_with_its_parent)
     signal.signal(signal.SIGTERM, lambda *_: command.terminate())
     signal.signal(signal.SIGINT, lambda *_: command.terminate())

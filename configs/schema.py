@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from lachesis_configs.cores import parse_cores
+
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -25,6 +27,17 @@ def _loopback(address: str) -> str:
 
 
 Address = Annotated[str, Field(pattern=r"^tcp://[^:/]+:\d{1,5}$"), AfterValidator(_loopback)]
+
+
+def _cores(text: str) -> str:
+    try:
+        parse_cores(text)
+    except ValueError as error:
+        raise ValueError(f"value {text!r}, expected {error}") from None
+    return text
+
+
+Cores = Annotated[str, AfterValidator(_cores)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
@@ -96,7 +109,7 @@ class Engine(Section):
     """Sequences that one scheduler step may run together."""
     tensor_parallel: Positive = 1
     """Workers that share one engine."""
-    cores: str | None = None
+    cores: Cores | None = None
     """CPU cores for the engine's threads ("0" or "0-1"); default: the scheduler decides."""
     threads: Positive | None = None
     """OpenMP threads of the engine on a CPU; default: one a core."""
@@ -189,7 +202,7 @@ class Learner(Section):
     """Processes that share the model, on this node."""
     threads: Positive | None = None
     """Torch threads a rank on a CPU; default: all cores divided by the ranks."""
-    cores: str | None = None
+    cores: Cores | None = None
     """CPU cores that the learner may use ("1" or "0-1"); default: all."""
     gpus: list[NonNegative] | None = None
     """CUDA devices of the ranks, one a rank; default: 0 to ranks - 1."""

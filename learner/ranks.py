@@ -21,6 +21,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, get_args
 
 from lachesis_configs import schema
+from lachesis_configs.cores import usable_cores
+from lachesis_configs.load import ConfigError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,10 +49,10 @@ def prepare_process(learner: schema.Learner, *, rank: int) -> Device:
     """Restrict this process to its cores, threads and device, and return the kind of device that it is to use.
 
     Call it before torch and DeepSpeed are imported: threads inherit the cores, and DeepSpeed looks for its device once.
-    Raises ValueError when cuda is asked for and not there.
+    Raises ConfigError for cores or a device that are not there.
     """
     if learner.cores is not None:
-        os.sched_setaffinity(0, parse_cores(learner.cores))
+        os.sched_setaffinity(0, usable_cores("learner.cores", learner.cores))
     available = len(os.sched_getaffinity(0))
     threads = learner.threads or max(1, available // learner.ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -70,21 +72,10 @@ def prepare_process(learner: schema.Learner, *, rank: int) -> Device:
     device: Device = "cuda" if learner.device != "cpu" and torch.cuda.is_available() else "cpu"
     if device == "cpu":
         if learner.device == "cuda":
-            raise ValueError("learner.device: value 'cuda', but torch finds no CUDA device; expected cpu or auto")
+            raise ConfigError(["learner.device: value 'cuda', but torch finds no CUDA device; expected cpu or auto"])
         torch.set_num_threads(threads)
     os.environ["DS_ACCELERATOR"] = device
     return device
-
-
-def parse_cores(text: str) -> set[int]:
-    """The cores of "1", "0-2" or "0,2-3". Raises ValueError."""
-    cores: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()):
-            raise ValueError(f"learner.cores: value {text!r}, expected core numbers such as 0 or 0-1")
-        cores |= set(range(int(first), int(last or first) + 1))
-    return cores
 
 
 class Ranks:

@@ -12,7 +12,6 @@ import pytest
 import trio
 
 from lachesis_actors.child import open_child
-from lachesis_actors.keeper import parse_cores
 
 # A child that starts a grandchild, ignores SIGTERM if told so, and writes both ids.
 FAMILY = """
@@ -123,11 +122,3 @@ async def test_no_orphan_is_left_when_the_parent_is_killed(tmp_path, manner):
         with suppress(ProcessLookupError):
             parent.kill()
         parent.wait()
-
-
-def test_parse_cores():
-    assert parse_cores("0") == {0}
-    assert parse_cores("0-2,5") == {0, 1, 2, 5}
-    for text in ("", "a", "1-", "3-1"):
-        with pytest.raises(ValueError, match="cores"):
-            parse_cores(text)
