@@ -12,6 +12,7 @@ import time
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from lachesis_bench.figures import Figure, Length
 from lachesis_configs.models import resolve_model
@@ -31,6 +32,7 @@ def run(length: Length) -> list[Figure]:
     """learner.packing: trained tokens a second through forward and backward, shared against unshared prompts."""
     groups, runs = AMOUNT[length]
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2-135m-instruct"), dtype=torch.bfloat16)
     vocabulary = model.config.vocab_size
     policy = Policy(model).to(device)
