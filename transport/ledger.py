@@ -40,6 +40,7 @@ class Ledger:
         self._tickets: OrderedDict[int, str] = OrderedDict()
         self._groups: OrderedDict[str, str] = OrderedDict()
         self._events: list[Event] = []
+        self._marked: Counter[str] = Counter()
 
     def note(self, kind: str, content: Group | None = None, **fields: Any) -> None:
         """Add a change to be saved; `content` is the group that was accepted."""
@@ -73,6 +74,14 @@ class Ledger:
     def lost(self) -> dict[str, int]:
         """Groups that came to nothing, by reason: dropped, or their tickets voided."""
         return dict(self.voided + self.dropped)
+
+    def mark(self) -> None:
+        """Count `lost_since_mark` from here."""
+        self._marked = self.voided + self.dropped
+
+    def lost_since_mark(self) -> dict[str, int]:
+        """As `lost`, since the last mark."""
+        return dict(self.voided + self.dropped - self._marked)
 
     def statistics(self) -> dict[str, Any]:
         """Counts since the queue started."""

@@ -337,6 +337,8 @@ class Replay:
                 waiting, why = "straggler", f"ticket {late[0].number} of {late[0].actor}, which is due"
             else:
                 waiting, why = "groups", f"{len(chosen)} of {size} groups ready, {len(late)} in progress"
+                if lost := self._ledger.lost_since_mark():
+                    why += "; came to nothing: " + ", ".join(f"{n} {reason}" for reason, n in sorted(lost.items()))
             if not late or not self._too_late(waiting, now):
                 return Wait(f"batch {version}: {why}")
             self._void(late[0], "late")
@@ -345,6 +347,7 @@ class Replay:
             del self._ready[held.group.group_id]
         self._lease = _Lease(self._batch(version, [h.group for h in chosen]), chosen)
         self._scores = Scores()
+        self._ledger.mark()
         self._ledger.note("leased", version=version, groups=[h.group.group_id for h in chosen])
         return self._lease.batch
 

@@ -150,7 +150,7 @@ def test_a_hanging_ticket_blocks_a_synchronous_run_for_its_time_only():
     bench.now = 18.0
     assert bench.lease() == Wait("batch 0: 1 of 2 groups ready, 1 in progress")
     bench.now = 19.0
-    assert bench.lease() == Wait("batch 0: 1 of 2 groups ready, 0 in progress")
+    assert bench.lease() == Wait("batch 0: 1 of 2 groups ready, 0 in progress; came to nothing: 1 late")
     bench.put(bench.ticket())
     assert bench.train() == [f"{other}:0", "2:0"]
     assert bench.put(hanging, [0]).status == "stale"
