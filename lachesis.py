@@ -69,7 +69,8 @@ def user_error(error: BaseException) -> list[str]:
         return list(error.lines)
     if getattr(error, "errno", None) == errno.EADDRINUSE:
         return [getattr(error, "strerror", None) or str(error)]
-    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
+    paths = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+    if isinstance(error, paths):
         return [f"{error.filename}: {error.strerror}"] if error.filename else []
     return []
 
@@ -86,11 +87,18 @@ class _ToStderr(logging.StreamHandler[TextIO]):
         pass
 
 
+def _log_level(name: str) -> int:
+    levels = logging.getLevelNamesMapping()
+    if name.upper() not in levels:
+        raise SystemExit(f"lachesis: LACHESIS_LOG: value {name!r}, expected one of {', '.join(levels)}")
+    return levels[name.upper()]
+
+
 def start_logging(role: str) -> None:
     """Log to stderr, one line each: time, role, message."""
     logging.basicConfig(
         handlers=[_ToStderr()],
-        level=os.environ.get("LACHESIS_LOG", "INFO").upper(),
+        level=_log_level(os.environ.get("LACHESIS_LOG", "INFO")),
         format=f"%(asctime)s {role}: %(message)s",
         datefmt="%H:%M:%S",
         force=True,

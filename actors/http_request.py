@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -14,6 +15,13 @@ T = TypeVar("T")
 
 THREAD_BYTES = 1 << 16
 """Bodies from this size on are parsed in a thread, so that the event loop goes on."""
+
+
+MAX_DIGITS = 18
+"""Digits of an integer, at most: what fits into 64 bits."""
+
+MAX_NAME = 64
+"""Characters of a name, at most."""
 
 
 class Refusal(Exception):
@@ -50,9 +58,25 @@ def _decode(raw: bytes, *, zipped: bool, max_bytes: int) -> Any:
         if inflater.unconsumed_tail:
             raise Refusal("too_large", f"body: more than {max_bytes} bytes", status=413)
     try:
-        return json.loads(raw)
+        body = json.loads(raw, parse_int=_integer, parse_float=_real, parse_constant=_real)
+        if b"\\u" in raw:  # an escape may name half a character, which no other message could carry
+            json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise Refusal("invalid", f"body: not JSON ({error})") from None
+        raise Refusal("invalid", f"body: not JSON that can be read ({error})") from None
+    return body
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits, expected at most {MAX_DIGITS}")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40}, expected a finite number")
+    return value
 
 
 def take_field(body: Any, key: str, kind: type, *, default: Any = None) -> Any:
@@ -65,6 +89,14 @@ def take_field(body: Any, key: str, kind: type, *, default: Any = None) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise Refusal("invalid", f"{key}: {value!r:.80}, expected {kind.__name__}")
     return value
+
+
+def take_name(body: Any, key: str) -> str:
+    """`body[key]`, a string that can be a name. Raises Refusal."""
+    name = take_field(body, key, str)
+    if not 0 < len(name) <= MAX_NAME:
+        raise Refusal("invalid", f"{key}: {len(name)} characters, expected 1 to {MAX_NAME}")
+    return str(name)
 
 
 async def while_connected(request: Request, work: Callable[[], Awaitable[T]]) -> tuple[T | None, bool]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lachesis_actors.engine import Completion
+from lachesis_actors.http_request import MAX_DIGITS
 
 TICKET_HEADER = "x-lachesis-ticket"
 SPLIT_HEADER = "x-lachesis-split"
@@ -71,8 +72,8 @@ def parse_origin(headers: Mapping[str, str]) -> Origin:
     text = headers.get(TICKET_HEADER)
     if text is None:
         return Origin(ticket=None, evaluation=split == "eval")
-    if not text.isascii() or not text.isdigit():
-        raise RequestError(f"X-Lachesis-Ticket: {text!r}, expected an integer of 0 or more")
+    if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS:
+        raise RequestError(f"X-Lachesis-Ticket: {text!r:.80}, expected an integer of 0 or more")
     return Origin(ticket=int(text), evaluation=split == "eval")
 
 

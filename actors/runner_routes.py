@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from lachesis_actors.http_request import Refusal, take_field, while_connected
+from lachesis_actors.http_request import Refusal, take_field, take_name, while_connected
 from lachesis_actors.provenance import Provenance
 from lachesis_actors.tickets import Tickets
 from lachesis_actors.trajectory_api import TrajectoryApi
@@ -51,7 +51,7 @@ class RunnerRoutes:
         ]
 
     async def _ticket(self, request: Request, body: Any) -> dict[str, Any]:
-        environment = take_field(body, "environment", str)
+        environment = take_name(body, "environment")
         granted: list[int] = []
 
         async def ask() -> dict[str, Any]:
@@ -83,11 +83,11 @@ class RunnerRoutes:
         return {}
 
     async def _evaluation(self, request: Request, body: Any) -> dict[str, Any]:
-        environment = take_field(body, "environment", str)
+        environment = take_name(body, "environment")
         metrics = take_field(body, "metrics", dict)
         version = body.get("version")
-        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
-            raise Refusal("invalid", f"version: {version!r:.80}, expected an integer or null")
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
+            raise Refusal("invalid", f"version: {version!r:.80}, expected an integer of 0 or more, or null")
         if len(metrics) > MAX_METRICS:
             raise Refusal("invalid", f"metrics: {len(metrics)} of them, expected at most {MAX_METRICS}")
         for name, value in metrics.items():

@@ -113,7 +113,7 @@ def _parse(text: str, *, where: str) -> Any:
         mark = error.problem_mark
         line = f", line {mark.line + 1}" if mark is not None else ""
         raise ConfigError([f"{where}{line}: {error.problem or error.context}, expected valid YAML"]) from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError([f"{where}: {str(error).splitlines()[0]}, expected valid YAML"]) from None
 
 
@@ -187,8 +187,8 @@ _EXPECTED = {
 }
 
 _PATTERNS = {
-    r"^tcp://[^:/]+:\d{1,5}$": "tcp://HOST:PORT",
-    r"^[A-Za-z0-9_.-]{1,64}$": "1 to 64 letters, digits, dots, dashes and underscores",
+    r"^tcp://[^:/]+:[0-9]{1,5}$": "tcp://HOST:PORT",
+    r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$": "1 to 64 letters, digits, dots, dashes and underscores",
 }
 
 

@@ -5,7 +5,7 @@ Every knob has a docstring and a default that works; unknown keys and wrong type
 
 from __future__ import annotations
 
-import re
+import ipaddress
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -17,16 +17,24 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
+def _is_ipv4(host: str) -> bool:
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def _loopback(address: str) -> str:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if int(port) > 65535:
         raise ValueError(f"value {address!r}, expected a port up to 65535")
-    if host != "localhost" and not (re.fullmatch(r"127(\.\d{1,3}){3}", host)):
+    if host != "localhost" and not (host.startswith("127.") and _is_ipv4(host)):
         raise ValueError(f"value {address!r}, expected a loopback address such as tcp://127.0.0.1:{port}")
     return address
 
 
-Address = Annotated[str, Field(pattern=r"^tcp://[^:/]+:\d{1,5}$"), AfterValidator(_loopback)]
+Address = Annotated[str, Field(pattern=r"^tcp://[^:/]+:[0-9]{1,5}$"), AfterValidator(_loopback)]
 
 
 def _cores(text: str) -> str:
@@ -38,7 +46,8 @@ def _cores(text: str) -> str:
 
 
 Cores = Annotated[str, AfterValidator(_cores)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Threads = Annotated[int, Field(gt=0, le=1024)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 
 
 class Section(BaseModel):
@@ -57,11 +66,11 @@ class Run(Section):
 
     name: Name = "run"
     """Name of the run; the default folder is runs/NAME."""
-    folder: str | None = None
+    folder: Annotated[str, Field(min_length=1)] | None = None
     """Run folder: config, logs, metrics, checkpoints, summary, report. Default: runs/NAME."""
     steps: Positive = 40
     """Batches to train; one batch makes one new policy version."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     """Seed of everything random in every role."""
     evaluate_every: NonNegative = 0
     """Evaluate on held-out items each time this many versions were trained; 0: only before the first and at the end."""
@@ -83,7 +92,7 @@ class Queue(Section):
     """B: groups in one batch."""
     max_bytes: Positive = 1 << 30
     """Bytes of trajectories that the queue holds before it answers `full`."""
-    heartbeat_seconds: Seconds = 10.0
+    heartbeat_seconds: Annotated[float, Field(gt=1)] = 10.0
     """An actor that was silent for this long is gone: its tickets are voided."""
 
 
@@ -111,7 +120,7 @@ class Engine(Section):
     """Workers that share one engine."""
     cores: Cores | None = None
     """CPU cores for the engine's threads ("0" or "0-1"); default: the scheduler decides."""
-    threads: Positive | None = None
+    threads: Threads | None = None
     """OpenMP threads of the engine on a CPU; default: one a core."""
     start_seconds: Seconds = 300.0
     """Deadline for the engine to answer its first health check."""
@@ -200,7 +209,7 @@ class Learner(Section):
 
     ranks: Positive = 1
     """Processes that share the model, on this node."""
-    threads: Positive | None = None
+    threads: Threads | None = None
     """Torch threads a rank on a CPU; default: all cores divided by the ranks."""
     cores: Cores | None = None
     """CPU cores that the learner may use ("1" or "0-1"); default: all."""

@@ -35,6 +35,9 @@ from lachesis_deploy.supervisor import GRACE_SECONDS, RoleFailed, supervise
 
 logger = logging.getLogger("lachesis.launch")
 
+ENVIRONMENTS = ("arithmetic", "gsm8k")
+"""Those that come with Lachesis, by name."""
+
 
 def launch(config_path: str, overrides: Sequence[str] = ()) -> int:
     """Run queue, learner and actors on this node until the run is finished; returns the exit code.
@@ -163,6 +166,11 @@ def _prepared(config_path: str, overrides: Sequence[str]) -> tuple[Config, Path]
     config = load_config(config_path, overrides)
     # Ports first and the folder last: a launch that cannot start converts no model and leaves no empty folder.
     placed(config, Path(), Path())
+    for i, environment in enumerate(config.environments):
+        file = environment.path.partition(":")[0]
+        if environment.path not in ENVIRONMENTS and not Path(file).is_file():
+            expected = f"one of {', '.join(ENVIRONMENTS)} or a file that exists"
+            raise ConfigError([f"environments.{i}.path: value {environment.path!r}, expected {expected}"])
     model = resolve_model(config.model.path)
     wanted = default_folder(config)
     folder = fresh_folder(wanted)

@@ -75,6 +75,8 @@ def prepare_process(learner: schema.Learner, *, rank: int) -> Device:
             raise ConfigError(["learner.device: value 'cuda', but torch finds no CUDA device; expected cpu or auto"])
         torch.set_num_threads(threads)
     os.environ["DS_ACCELERATOR"] = device
+    # Without it DeepSpeed counts devices on a CPU by starting a program in every backward pass.
+    os.environ["LOCAL_SIZE"] = str(learner.ranks)
     return device
 
 

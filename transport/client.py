@@ -107,8 +107,10 @@ class QueueClient:
     def report(self, kind: str, **fields: Any) -> None:
         """Add an event to the run's log. It travels with the next heartbeat.
 
-        Beyond 4096 waiting, the oldest is lost and counted by an event of kind `reports_lost`.
+        Beyond 4096 waiting, the oldest is lost and counted by an event of kind `reports_lost`. Raises MessageError for
+        fields that have no msgpack form.
         """
+        pack(fields)
         self._reports_lost += len(self._reports) == self._reports.maxlen
         self._reports.append({"kind": kind, **fields})
 
@@ -129,7 +131,7 @@ class QueueClient:
         """
         number = self.number() if number is None else number
         call = self._calls[number] = _Call()
-        waiting = Waiting(f"{self.name}: waiting for {waits_for}", self.address)
+        waiting = Waiting(f"waiting for {waits_for}", self.address)
         try:
             while True:
                 if not self._known:

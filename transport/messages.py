@@ -21,8 +21,15 @@ import numpy as np
 SCHEMA = 1
 """Version of every message in this file. It grows with any change of meaning or layout."""
 
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""A frame longer than this is refused unread."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""A frame longer than this is neither sent nor read."""
+
+MAX_MAGNITUDE = 1e9
+"""Largest absolute score and advantage: their squares still add up without overflow."""
+
+LOWEST_LOGPROB = -30.0
+"""Lowest behaviour log-prob of a trained token. A policy samples such a token less than once in 10^8, and the importance
+ratio of one could overflow the loss."""
 
 MAX_TRAJECTORIES = 4096
 MAX_TOKENS = 4 * 1024 * 1024
@@ -44,8 +51,17 @@ class SchemaError(MessageError):
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Encode one message (a map of plain values and `bytes`) and stamp it with the schema version."""
-    return msgpack.packb({"schema": SCHEMA, **message}, use_bin_type=True)
+    """Encode one message (a map of plain values and `bytes`) and stamp it with the schema version.
+
+    Raises MessageError for a value that has no msgpack form, and for a message that no receiver would read.
+    """
+    try:
+        frame = msgpack.packb({"schema": SCHEMA, **message}, use_bin_type=True)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise MessageError(f"message: {type(error).__name__}: {error}, expected values with a msgpack form") from None
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"message: {len(frame)} bytes, expected at most {MAX_MESSAGE_BYTES}")
+    return frame
 
 
 def unpack(frame: bytes | memoryview) -> dict[str, Any]:
@@ -169,14 +185,17 @@ class Trajectory:
             lowest, highest = float(self.logprobs[on].min()), float(self.logprobs[on].max())
             if lowest <= SENTINEL_LOGPROB:
                 raise MessageError(f"{where}.logprobs: {lowest} marks a missing log-prob")
+            if lowest < LOWEST_LOGPROB:
+                raise MessageError(f"{where}.logprobs: {lowest}, expected {LOWEST_LOGPROB} or more")
             if highest > 1e-3:
                 raise MessageError(f"{where}.logprobs: {highest}, expected 0 or less")
             if self.versions[on].min() < 0:
                 raise MessageError(f"{where}.versions: {int(self.versions[on].min())} on a trained token")
         if (self.versions[~on] != UNSAMPLED).any():
             raise MessageError(f"{where}.versions: a token with mask 0 has a version, expected {UNSAMPLED}")
-        if not math.isfinite(self.score):
-            raise MessageError(f"{where}.score: {self.score}, expected a finite number")
+        for name, extreme in (("score", self.score), ("advantages", float(np.abs(self.advantages).max()))):
+            if not abs(extreme) <= MAX_MAGNITUDE:
+                raise MessageError(f"{where}.{name}: {extreme}, expected at most {MAX_MAGNITUDE:g} in magnitude")
 
     def to_wire(self) -> dict[str, Any]:
         """The msgpack map of this trajectory."""
@@ -339,8 +358,13 @@ class Scores:
             total=take(wire, "total", float),
             squares=take(wire, "squares", float),
         )
-        if scores.groups < 0 or scores.sequences < 0 or not math.isfinite(scores.total + scores.squares):
-            raise MessageError(f"scores: {scores}, expected counts of 0 or more and finite sums")
+        limit = scores.sequences * MAX_MAGNITUDE
+        if (
+            not 0 <= scores.groups <= scores.sequences < 1 << 62
+            or not abs(scores.total) <= limit
+            or not 0 <= scores.squares <= limit * MAX_MAGNITUDE
+        ):
+            raise MessageError(f"scores: {scores}, expected scores of at most {MAX_MAGNITUDE:g} in magnitude")
         return scores
 
 

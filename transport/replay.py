@@ -21,7 +21,7 @@ from typing import Any, Literal
 from lachesis_transport.decisions import Finished, Grant, PutResult, ReplayError, Rules, Wait
 from lachesis_transport.ledger import Ledger
 from lachesis_transport.lineage import Lineage
-from lachesis_transport.messages import Batch, Group, MessageError, Scores
+from lachesis_transport.messages import MAX_MESSAGE_BYTES, Batch, Group, MessageError, Scores
 from lachesis_transport.pacing import first_broken
 from lachesis_transport.presence import Client, Presence, Role
 from lachesis_transport.store import Event
@@ -132,9 +132,11 @@ class Replay:
         """Depth of the version that the batch to come trains."""
         if self._lease is not None:
             return self.lineage.depth(self._lease.batch.version)
-        if self.lineage.current is None:
+        head = self.lineage.head
+        if head is None:
             return 0
-        return self.lineage.depth(self.lineage.current) + (self.lineage.current == self._last_trained)
+        # A version that is reserved is trained next, as soon as it is published.
+        return self.lineage.depth(head) + (head == self._last_trained)
 
     def deadlines(self) -> list[int]:
         """Deadlines of everything in progress, ascending."""
@@ -251,6 +253,10 @@ class Replay:
             raise MessageError(f"group_id: {group.group_id!r}, expected '{group.ticket}:' and an index")
         if group.actor != actor:
             raise MessageError(f"actor: {group.actor!r}, expected {actor!r}, which sends it")
+        # A batch travels as one message.
+        limit = (MAX_MESSAGE_BYTES - (1 << 20)) // self.rules.batch_groups
+        if group.nbytes > limit:
+            raise MessageError(f"trajectories: {group.nbytes} bytes, expected at most {limit} for a group of a batch")
         group.validate()
         ticket = self._tickets.get(group.ticket)
         if ticket is None and not 0 <= group.ticket < self._next_ticket:

@@ -150,3 +150,10 @@ def test_user_errors(wanted, tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
         close_run(tmp_path / "none")
     assert not Path("runs").exists()
+
+
+def test_an_environment_that_is_not_there(wanted):
+    with pytest.raises(
+        ConfigError, match=r"environments\.0\.path: value 'nofile\.py', expected one of arithmetic, gsm8k"
+    ):
+        launch(wanted, ["environments.0.path=nofile.py"])

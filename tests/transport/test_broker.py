@@ -231,7 +231,7 @@ async def test_clients_wait_for_the_queue_and_survive_its_restart(tmp_path, capl
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait_early)
             await trio.sleep(2.2)
-            assert "early: waiting for the replay queue" in caplog.text
+            assert "waiting for the replay queue" in caplog.text
             stop, gone = trio.Event(), trio.Event()
             await nursery.start(life, stop, gone)
             await entered.wait()

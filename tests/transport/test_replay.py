@@ -219,7 +219,8 @@ def test_finish_counts_what_is_left():
         ({"actor": "b"}, "actor: 'b', expected 'a', which sends it"),
         ({"index": -1}, "group_id: '0:-1', expected '0:' and an index"),
         ({"scores": ()}, "trajectories: 0, expected 1 to 4096"),
-        ({"scores": (float("nan"),)}, "trajectories[0].score: nan, expected a finite number"),
+        ({"scores": (float("nan"),)}, "trajectories[0].score: nan, expected at most 1e+09 in magnitude"),
+        ({"scores": (1e200,)}, "trajectories[0].score: 1e+200, expected at most 1e+09 in magnitude"),
     ],
 )
 def test_an_invalid_group_is_refused_by_name_and_its_ticket_lives(change, reason):

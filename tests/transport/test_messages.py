@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lachesis_transport.messages import (
+    LOWEST_LOGPROB,
+    Group,
+    MessageError,
+    SchemaError,
+    Scores,
+    Trajectory,
+    pack,
+    take,
+    unpack,
+)
+
+
+def trajectory(**changes):
+    arrays = {
+        "tokens": np.array([5, 6, 7], np.int32),
+        "mask": np.array([0, 1, 1], np.uint8),
+        "logprobs": np.array([0, -0.5, -2], np.float32),
+        "versions": np.array([-1, 3, 4], np.int32),
+        "advantages": np.array([0, 1, 1], np.float32),
+        "score": 1.0,
+    }
+    return Trajectory(**{**arrays, **changes})
+
+
+def test_a_group_comes_back_as_it_was():
+    group = Group(group_id="7:0", ticket=7, actor="a", environment="e", trajectories=(trajectory(),))
+    group.validate()
+    assert Group.from_wire(unpack(pack(group.to_wire()))) == group
+    assert (group.versions, group.trained_tokens, group.nbytes) == ((3, 4), 2, 51)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"score": 1e200}, "trajectory.score: 1e+200, expected at most 1e+09 in magnitude"),
+        ({"score": float("nan")}, "trajectory.score: nan, expected at most 1e+09 in magnitude"),
+        (
+            {"advantages": np.array([0, 1, 1e12], np.float32)},
+            "trajectory.advantages: 999999995904.0, expected at most 1e+09 in magnitude",
+        ),
+        (
+            {"logprobs": np.array([0, -0.5, -100], np.float32)},
+            f"trajectory.logprobs: -100.0, expected {LOWEST_LOGPROB} or more",
+        ),
+        (
+            {"logprobs": np.array([0, -0.5, -9999], np.float32)},
+            "trajectory.logprobs: -9999.0 marks a missing log-prob",
+        ),
+        ({"mask": np.array([1, 1, 1], np.uint8)}, "trajectory.mask: first token is trained, but nothing predicts it"),
+        ({"versions": np.array([-1, 3, -1], np.int32)}, "trajectory.versions: -1 on a trained token"),
+    ],
+)
+def test_what_no_loss_can_bear_is_refused_by_name(changes, text):
+    with pytest.raises(MessageError) as caught:
+        trajectory(**changes).validate()
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("value", [2**70, object(), "\ud800"])
+def test_what_has_no_msgpack_form_is_an_error_of_the_sender(value):
+    with pytest.raises(MessageError, match="expected values with a msgpack form"):
+        pack({"value": value})
+
+
+def test_scores_stay_finite():
+    scores = Scores()
+    for _ in range(1000):
+        scores += Scores.of([1e9, -1e9])
+    assert Scores.from_wire(scores.to_wire()) == scores
+    with pytest.raises(MessageError, match="expected scores of at most"):
+        Scores.from_wire({"groups": 1, "sequences": 2, "total": 1e10, "squares": 1.0})
+    with pytest.raises(MessageError, match="expected scores of at most"):
+        Scores.from_wire({"groups": 1, "sequences": 2, "total": 1.0, "squares": float("nan")})
+
+
+def test_other_schemas_and_garbage_are_refused():
+    with pytest.raises(SchemaError, match="schema: version 9, this process speaks version 1"):
+        unpack(b"\x81\xa6schema\x09")
+    with pytest.raises(MessageError, match="frame: not msgpack"):
+        unpack(b"\xc1")
+    with pytest.raises(MessageError, match=r"n: True, expected int"):
+        take({"n": True}, "n", int)
