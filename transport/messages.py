@@ -28,8 +28,8 @@ MAX_MAGNITUDE = 1e9
 """Largest absolute score and advantage: their squares still add up without overflow."""
 
 LOWEST_LOGPROB = -30.0
-"""Lowest behaviour log-prob of a trained token. A policy samples such a token less than once in 10^8, and the importance
-ratio of one could overflow the loss."""
+"""Lowest behaviour log-prob of a trained token. A policy samples such a token less than once in 10^8, and its
+importance ratio could overflow the loss."""
 
 MAX_TRAJECTORIES = 4096
 MAX_TOKENS = 4 * 1024 * 1024
