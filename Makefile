@@ -32,7 +32,8 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m slow
 
 clean:
 	rm -rf .venv runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -115,7 +115,6 @@ class Summary:
             f"{self.groups_trained} trained, {_shown(self.groups_lost)} lost, {self.groups_duplicated} duplicated, "
             f"dropped {_shown(self.groups_dropped)}",
         )
-        yield "tickets voided", _shown(self.tickets_voided)
         ratio = self.full_bytes / self.delta_bytes_mean if self.full_bytes and self.delta_bytes_mean else None
         yield (
             "weight delta",

@@ -36,8 +36,3 @@ async def engine(tiny_engine: TinyServer) -> AsyncIterator[Engine]:
     async with attach_engine(tiny_engine.url) as engine:
         await engine.label(0)
         yield engine
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests run last: what is quick to find wrong is found first."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
