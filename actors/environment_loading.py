@@ -14,14 +14,9 @@ from typing import Any
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHandlingEnum
 from pydantic import ValidationError
 
+from lachesis_actors.environments import BUILT_IN
 from lachesis_configs.load import ConfigError
 from lachesis_configs.schema import Config, Environment
-
-BUILT_IN = {
-    "arithmetic": "lachesis_actors.environments.arithmetic",
-    "gsm8k": "lachesis_actors.environments.gsm8k",
-}
-"""Environments that come with Lachesis, and the modules that hold their classes."""
 
 REQUESTS_AT_ONCE = 1 << 16
 """Atropos's own client polls once a second when it is at its limit; the tickets are the limit here."""

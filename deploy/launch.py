@@ -10,6 +10,7 @@ from pathlib import Path
 
 import trio
 
+from lachesis_actors.environments import BUILT_IN
 from lachesis_configs.load import ConfigError, load_config
 from lachesis_configs.models import resolve_model
 from lachesis_configs.schema import Config
@@ -34,9 +35,6 @@ from lachesis_deploy.summary import Summary, summarise
 from lachesis_deploy.supervisor import GRACE_SECONDS, RoleFailed, supervise
 
 logger = logging.getLogger("lachesis.launch")
-
-ENVIRONMENTS = ("arithmetic", "gsm8k")
-"""Those that come with Lachesis, by name."""
 
 
 def launch(config_path: str, overrides: Sequence[str] = ()) -> int:
@@ -168,8 +166,8 @@ def _prepared(config_path: str, overrides: Sequence[str]) -> tuple[Config, Path]
     placed(config, Path(), Path())
     for i, environment in enumerate(config.environments):
         file = environment.path.partition(":")[0]
-        if environment.path not in ENVIRONMENTS and not Path(file).is_file():
-            expected = f"one of {', '.join(ENVIRONMENTS)} or a file that exists"
+        if environment.path not in BUILT_IN and not Path(file).is_file():
+            expected = f"one of {', '.join(BUILT_IN)} or a file that exists"
             raise ConfigError([f"environments.{i}.path: value {environment.path!r}, expected {expected}"])
     model = resolve_model(config.model.path)
     wanted = default_folder(config)
