@@ -294,7 +294,7 @@ class Broker:
 
     def _put(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
         try:
-            group = Group.from_wire(message.get("group"))
+            group = Group.unpack(take(message, "group", bytes))
             final = take(message, "final", bool)
         except MessageError as error:
             self._counts["frames_refused"] += 1

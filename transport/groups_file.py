@@ -1,7 +1,7 @@
 """Groups in a file: recorded batches to train from without a queue (`lachesis learner CONFIG --replay FILE`).
 
-The file is a sequence of frames, each a little-endian uint32 length and that many bytes of msgpack (`messages.pack`):
-first the header {kind: "groups"}, then one group a frame. Every frame carries the schema version.
+The file is a sequence of frames, each a little-endian uint32 length and that many bytes of msgpack: first the header
+{kind: "groups"}, then one packed group (`Group.pack`) a frame. Every frame carries the schema version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write_groups(path: Path, groups: Iterable[Group]) -> int:
             _write_frame(file, pack({"kind": KIND}))
             for group in groups:
                 group.validate()
-                _write_frame(file, pack(group.to_wire()))
+                _write_frame(file, group.pack())
                 count += 1
             file.flush()
             os.fsync(file.fileno())
@@ -59,7 +59,7 @@ def read_groups(path: Path) -> Iterator[Group]:
                 frame = _read_frame(file)
                 if frame is None:
                     return
-                group = Group.from_wire(unpack(frame))
+                group = Group.unpack(frame)
                 group.validate()
                 yield group
                 number += 1

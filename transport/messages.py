@@ -5,20 +5,24 @@ Everything that crosses a process boundary is one msgpack map. Arrays travel as 
 Every message carries the schema version; an unknown one is refused with both versions named.
 
     >>> group = Group(group_id="7:0", ticket=7, actor="a0", environment="sums", trajectories=(trajectory,))
-    >>> Group.from_wire(unpack(pack(group.to_wire()))) == group
+    >>> Group.unpack(group.pack()) == group
+
+A group crosses the wire packed by itself, as bytes inside the messages that carry it: what stands between actor and
+learner keeps and forwards it without encoding it again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgpack
 import numpy as np
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of every message in this file. It grows with any change of meaning or layout."""
 
 MAX_MESSAGE_BYTES = 1 << 30
@@ -197,6 +201,20 @@ class Trajectory:
             if not abs(extreme) <= MAX_MAGNITUDE:
                 raise MessageError(f"{where}.{name}: {extreme}, expected at most {MAX_MAGNITUDE:g} in magnitude")
 
+    def without(self, versions: Collection[int]) -> Trajectory:
+        """This trajectory with every token that one of `versions` sampled taken out of training: mask, log-prob and
+        advantage 0, version UNSAMPLED."""
+        kept = ~np.isin(self.versions, list(versions))
+        if kept.all():
+            return self
+        return replace(
+            self,
+            mask=np.where(kept, self.mask, np.uint8(0)),
+            logprobs=np.where(kept, self.logprobs, np.float32(0)),
+            versions=np.where(kept, self.versions, np.int32(UNSAMPLED)),
+            advantages=np.where(kept, self.advantages, np.float32(0)),
+        )
+
     def to_wire(self) -> dict[str, Any]:
         """The msgpack map of this trajectory."""
         return {
@@ -269,6 +287,24 @@ class Group:
             trajectory.validate(where=f"trajectories[{i}]")
         if not self.trained_tokens:
             raise MessageError("trajectories: no token has mask 1, expected at least one")
+
+    def without(self, versions: Collection[int]) -> Group | None:
+        """This group without training the tokens that one of `versions` sampled (`Trajectory.without`); None when no
+        trained token is left. It keeps its id and its trajectories, also those with nothing left to train."""
+        group = replace(self, trajectories=tuple(t.without(versions) for t in self.trajectories))
+        return group if group.trained_tokens else None
+
+    def pack(self) -> bytes:
+        """The frame of this group: how it crosses the wire, and how it is kept. Raises MessageError."""
+        return pack(self.to_wire())
+
+    @classmethod
+    def unpack(cls, frame: bytes | memoryview) -> Group:
+        """Decode a frame and check shapes; call `validate` for values. The arrays are views of copies, not of `frame`.
+
+        Raises MessageError, and SchemaError for a group packed under another schema version.
+        """
+        return cls.from_wire(unpack(frame))
 
     def to_wire(self) -> dict[str, Any]:
         """The msgpack map of this group."""
@@ -384,23 +420,51 @@ class Batch:
 
     def to_wire(self) -> dict[str, Any]:
         """The msgpack map of this batch."""
-        return {
-            "version": self.version,
-            "groups": [g.to_wire() for g in self.groups],
-            "distances": [[v, d] for v, d in self.distances.items()],
-            "scores": self.scores.to_wire(),
-            "dropped": self.dropped,
-        }
+        return batch_wire(
+            version=self.version,
+            groups=[g.pack() for g in self.groups],
+            distances=self.distances,
+            scores=self.scores,
+            dropped=self.dropped,
+        )
 
     @classmethod
     def from_wire(cls, wire: Any) -> Batch:
-        """Decode. Raises MessageError."""
+        """Decode and check shapes; `Group.validate` checks values. Raises MessageError."""
         if not isinstance(wire, dict):
-            raise MessageError(f"batch: {type(wire).__name__}, expected a map")
+            raise MessageError(f"batch: {_short(wire)}, expected a map")
         return cls(
             version=take(wire, "version", int),
-            groups=tuple(Group.from_wire(g) for g in take(wire, "groups", list)),
-            distances={int(v): int(d) for v, d in take(wire, "distances", list)},
+            groups=tuple(_unpack_group(i, frame) for i, frame in enumerate(take(wire, "groups", list))),
+            distances=dict(_distance(pair) for pair in take(wire, "distances", list)),
             scores=Scores.from_wire(take(wire, "scores", dict)),
-            dropped={str(k): int(v) for k, v in take(wire, "dropped", dict).items()},
+            dropped={reason: take(wire["dropped"], reason, int) for reason in take(wire, "dropped", dict)},
         )
+
+
+def batch_wire(
+    *, version: int, groups: Sequence[bytes], distances: dict[int, int], scores: Scores, dropped: dict[str, int]
+) -> dict[str, Any]:
+    """The msgpack map of a batch of packed groups (`Group.pack`), which are neither decoded nor encoded again."""
+    return {
+        "version": version,
+        "groups": list(groups),
+        "distances": [[v, d] for v, d in distances.items()],
+        "scores": scores.to_wire(),
+        "dropped": dropped,
+    }
+
+
+def _unpack_group(index: int, frame: Any) -> Group:
+    try:
+        if not isinstance(frame, bytes):
+            raise MessageError(f"{_short(frame)}, expected a packed group")
+        return Group.unpack(frame)
+    except MessageError as error:
+        raise type(error)(f"groups[{index}]: {error}") from None
+
+
+def _distance(pair: Any) -> tuple[int, int]:
+    if not isinstance(pair, list) or [type(x) for x in pair] != [int, int]:
+        raise MessageError(f"distances: {_short(pair)}, expected [version, distance]")
+    return pair[0], pair[1]

@@ -126,13 +126,13 @@ class Producer:
         After `accepted` or `duplicate` the queue has it. `stale`: too old, or its ticket has ended. `invalid`: refused
         for good, the reason names the field. Cancelling leaves open whether the queue has it; putting it again is safe.
         """
-        wire = group.to_wire()
+        packed = group.pack()
         issued_by = self._issued_by.get(group.ticket) if group.ticket is not None else None
         waiting = Waiting(f"{self._client.name}: waiting for room for group {group.group_id}", self._client.address)
         while True:
             try:
                 reply = await self._client.request(
-                    "put", waits_for=f"room for group {group.group_id}", queue_id=issued_by, group=wire, final=final
+                    "put", waits_for=f"room for group {group.group_id}", queue_id=issued_by, group=packed, final=final
                 )
             except QueueRestarted as error:
                 return PutReply("stale", str(error))

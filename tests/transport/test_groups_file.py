@@ -86,7 +86,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_another_schema_is_refused_with_both_versions(path: Path) -> None:
-    raw = path.read_bytes().replace(b"\xa6schema\x01", b"\xa6schema\x02")
+    raw = path.read_bytes().replace(b"\xa6schema\x02", b"\xa6schema\x01")
     path.write_bytes(raw)
-    with pytest.raises(SchemaError, match="schema: version 2, this process speaks version 1"):
+    with pytest.raises(SchemaError, match="schema: version 1, this process speaks version 2"):
         list(read_groups(path))

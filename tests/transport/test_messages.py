@@ -5,11 +5,14 @@ import pytest
 
 from lachesis_transport.messages import (
     LOWEST_LOGPROB,
+    UNSAMPLED,
+    Batch,
     Group,
     MessageError,
     SchemaError,
     Scores,
     Trajectory,
+    batch_wire,
     pack,
     take,
     unpack,
@@ -31,8 +34,64 @@ def trajectory(**changes):
 def test_a_group_comes_back_as_it_was():
     group = Group(group_id="7:0", ticket=7, actor="a", environment="e", trajectories=(trajectory(),))
     group.validate()
-    assert Group.from_wire(unpack(pack(group.to_wire()))) == group
+    assert Group.unpack(group.pack()) == group
     assert (group.versions, group.trained_tokens, group.nbytes) == ((3, 4), 2, 51)
+
+
+def test_a_batch_is_made_of_packed_groups_and_comes_back_as_it_was():
+    groups = tuple(
+        Group(group_id=f"{i}:0", ticket=i, actor="a", environment="e", trajectories=(trajectory(score=float(i)),) * 2)
+        for i in range(3)
+    )
+    scores = Scores.of([0.0, 1.0, 2.0])
+    batch = Batch(version=5, groups=groups, distances={3: 2, 4: 1}, scores=scores, dropped={"stale": 7})
+    packed = [g.pack() for g in groups]
+    wire = batch_wire(version=5, groups=packed, distances={3: 2, 4: 1}, scores=scores, dropped={"stale": 7})
+    assert batch.to_wire() == wire
+    assert wire["groups"] == packed
+    assert Batch.from_wire(unpack(pack(wire))) == batch
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"groups": [b"\xc1"]}, "groups[0]: frame: not msgpack (FormatError: )"),
+        ({"groups": [pack({})]}, "groups[0]: trajectories: missing"),
+        ({"groups": [{"group_id": "0:0"}]}, "groups[0]: {'group_id': '0:0'}, expected a packed group"),
+        ({"distances": [[1]]}, "distances: [1], expected [version, distance]"),
+        ({"distances": [[1, "2"]]}, "distances: [1, '2'], expected [version, distance]"),
+        ({"distances": 3}, "distances: 3, expected list"),
+        ({"dropped": {"stale": "x"}}, "stale: 'x', expected int"),
+    ],
+)
+def test_a_malformed_batch_is_refused_by_name(changes, text):
+    wire = batch_wire(version=5, groups=[], distances={}, scores=Scores(), dropped={})
+    with pytest.raises(MessageError) as caught:
+        Batch.from_wire({**wire, **changes})
+    assert str(caught.value) == text
+
+
+def test_a_group_can_do_without_the_tokens_of_some_versions():
+    group = Group(
+        group_id="7:0", ticket=7, actor="a", environment="e", trajectories=(trajectory(), trajectory(score=2.0))
+    )
+    late = group.without({3})
+    late.validate()
+    assert (late.group_id, late.versions, late.trained_tokens) == ("7:0", (4,), 2)
+    for before, after in zip(group.trajectories, late.trajectories, strict=True):
+        assert after == trajectory(
+            mask=np.array([0, 0, 1], np.uint8),
+            logprobs=np.array([0, 0, -2], np.float32),
+            versions=np.array([UNSAMPLED, UNSAMPLED, 4], np.int32),
+            advantages=np.array([0, 0, 1], np.float32),
+            score=before.score,
+        )
+        assert [a.dtype for a in (after.mask, after.logprobs, after.versions, after.advantages)] == [
+            a.dtype for a in (before.mask, before.logprobs, before.versions, before.advantages)
+        ]
+    assert group.without([9]) == group
+    assert group.without([]) == group
+    assert group.without([3, 4]) is None
 
 
 @pytest.mark.parametrize(
@@ -80,7 +139,7 @@ def test_scores_stay_finite():
 
 
 def test_other_schemas_and_garbage_are_refused():
-    with pytest.raises(SchemaError, match="schema: version 9, this process speaks version 1"):
+    with pytest.raises(SchemaError, match="schema: version 9, this process speaks version 2"):
         unpack(b"\x81\xa6schema\x09")
     with pytest.raises(MessageError, match="frame: not msgpack"):
         unpack(b"\xc1")
