@@ -154,8 +154,18 @@ def _environment(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     from lachesis_configs.load import load_config
     from lachesis_deploy.status import print_status
+    from lachesis_transport.keys import load_keys
 
-    return print_status(load_config(options.config, options.overrides).queue.address)
+    config = load_config(options.config, options.overrides)
+    return print_status(config.queue.address, load_keys(config))
+
+
+def _keys(options: argparse.Namespace) -> int:
+    from lachesis_transport.keys import guide, make_keys
+
+    made = make_keys(options.folder, options.client)
+    print("\n".join([*map(str, made), "", guide(options.folder, options.client)]))
+    return 0
 
 
 def _validate(options: argparse.Namespace) -> int:
@@ -250,6 +260,9 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--url", required=True, help="address of the actor, http://127.0.0.1:PORT")
     configured(verb("status", _status, "ask the queue of a run how it is doing"))
     configured(verb("validate", _validate, "check a configuration and print it in full"))
+    added = verb("keys", _keys, "make the keys that roles on several nodes know each other by")
+    added.add_argument("folder", type=Path, metavar="FOLDER", help="new folder for them (run.keys)")
+    added.add_argument("--client", metavar="NAME", help="add one more client's keys to the folder of a fleet")
     added = verb("report", _report, "write summary.json and report.html of a run folder, also while it runs")
     added.add_argument("folder", type=Path, metavar="FOLDER", help="run folder")
     added = verb("bench", _bench, "measure hot paths against their limits")

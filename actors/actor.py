@@ -36,6 +36,7 @@ from lachesis_actors.weight_client import follow_weights
 from lachesis_configs.load import dump_config
 from lachesis_configs.models import resolve_model
 from lachesis_configs.schema import Config, Environment
+from lachesis_transport.keys import load_keys
 from lachesis_transport.producer import Producer, open_producer
 
 logger = logging.getLogger("lachesis.actor")
@@ -238,7 +239,7 @@ async def _run(config: Config, folder: Path, name: str, index: int) -> None:
     config_path = folder / name / "config.yaml"
     config_path.parent.mkdir(parents=True, exist_ok=True)
     config_path.write_text(dump_config(config), encoding="utf-8")
-    async with open_producer(config.queue.address, name, uuid.uuid4().hex) as producer:
+    async with open_producer(config.queue.address, name, uuid.uuid4().hex, load_keys(config)) as producer:
         actor = Actor(config=config, folder=folder, name=name, producer=producer)
         producer.report("started", pid=os.getpid())
         try:

@@ -20,6 +20,7 @@ import trio
 from lachesis_actors.weight_link import Fenced, Invitation, Link, StreamBroken, open_link
 from lachesis_actors.weight_workers import Workers, open_workers
 from lachesis_configs.schema import Config
+from lachesis_transport.keys import load_keys
 from lachesis_transport.weights.version_log import Step
 
 log = logging.getLogger("lachesis.weights")
@@ -87,7 +88,7 @@ async def follow_weights(
     async with AsyncExitStack() as stack:
         workers = await stack.enter_async_context(open_workers(engine, count=count))
         link = await stack.enter_async_context(
-            open_link(config.weights.address, actor=actor, workers=count, layout=workers.layout)
+            open_link(config.weights.address, actor=actor, workers=count, layout=workers.layout, keys=load_keys(config))
         )
         follower = _Follower(link, workers, engine, report=report, on_active=on_active)
         await link.join()

@@ -21,6 +21,7 @@ from typing import Any
 import trio
 import zmq
 
+from lachesis_transport.keys import Keys
 from lachesis_transport.messages import MessageError, pack, take, unpack
 from lachesis_transport.sockets import Socket, open_socket, plain_errors
 from lachesis_transport.weights.layout import Layout
@@ -255,10 +256,15 @@ def _invitation(wire: dict[str, Any]) -> Invitation:
 
 
 @asynccontextmanager
-async def open_link(address: str, *, actor: str, workers: int, layout: Layout) -> AsyncIterator[Link]:
-    """A link for the length of the block; the publisher need not be there yet. Raises ValueError off loopback."""
+async def open_link(
+    address: str, *, actor: str, workers: int, layout: Layout, keys: Keys | None = None
+) -> AsyncIterator[Link]:
+    """A link for the length of the block; the publisher need not be there yet.
+
+    Raises ValueError off loopback without keys.
+    """
     with plain_errors():
-        async with open_socket(zmq.DEALER, connect=address) as socket, trio.open_nursery() as nursery:
+        async with open_socket(zmq.DEALER, connect=address, keys=keys) as socket, trio.open_nursery() as nursery:
             link = Link(socket, actor=actor, workers=workers, layout=layout)
             nursery.start_soon(link._read)
             nursery.start_soon(link._stay_alive)

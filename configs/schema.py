@@ -6,6 +6,7 @@ Every knob has a docstring and a default that works; unknown keys and wrong type
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -25,16 +26,26 @@ def _is_ipv4(host: str) -> bool:
     return True
 
 
-def _loopback(address: str) -> str:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+def _host(address: str) -> str:
+    return address.removeprefix("tcp://").rpartition(":")[0]
+
+
+def _on_loopback(address: str) -> bool:
+    host = _host(address)
+    return host == "localhost" or (host.startswith("127.") and _is_ipv4(host))
+
+
+def _address(address: str) -> str:
+    host, port = _host(address), address.rpartition(":")[2]
     if int(port) > 65535:
         raise ValueError(f"value {address!r}, expected a port up to 65535")
-    if host != "localhost" and not (host.startswith("127.") and _is_ipv4(host)):
-        raise ValueError(f"value {address!r}, expected a loopback address such as tcp://127.0.0.1:{port}")
+    if not _is_ipv4(host) and not _HOST_NAME.fullmatch(host):
+        raise ValueError(f"value {address!r}, expected an IPv4 address or a host name before the port")
     return address
 
 
-Address = Annotated[str, Field(pattern=r"^tcp://[^:/]+:[0-9]{1,5}$"), AfterValidator(_loopback)]
+_HOST_NAME = re.compile(r"(?=.{1,253}$)(?:[A-Za-z0-9_-]{1,63}\.)*[A-Za-z](?:[A-Za-z0-9-]{0,62})\.?")
+Address = Annotated[str, Field(pattern=r"^tcp://[^:/]+:[0-9]{1,5}$"), AfterValidator(_address)]
 
 
 def _cores(text: str) -> str:
@@ -72,6 +83,9 @@ class Run(Section):
     """Batches to train; one batch makes one new policy version."""
     seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     """Seed of everything random in every role."""
+    keys: Annotated[str, Field(min_length=1)] | None = None
+    """Folder with this node's keys, made by `lachesis keys`: encrypts and authenticates what the roles say to each
+    other, and is needed for an address off loopback."""
     evaluate_every: NonNegative = 0
     """Evaluate on held-out items each time this many versions were trained; 0: only before the first and at the end."""
 
@@ -87,7 +101,7 @@ class Queue(Section):
     """The replay queue."""
 
     address: Address = "tcp://127.0.0.1:5710"
-    """Where the queue listens and its clients connect. Loopback only."""
+    """Where the queue listens and its clients connect. Off loopback needs run.keys."""
     batch_groups: Positive = 8
     """B: groups in one batch."""
     max_bytes: Positive = 1 << 30
@@ -286,9 +300,12 @@ class Weights(Section):
     """Publication of new policies to the actors."""
 
     address: Address = "tcp://127.0.0.1:5711"
-    """Control address of the publisher: membership, announcements, the stream channel. Loopback only."""
+    """Control address of the publisher: membership, announcements, the stream channel. Off loopback needs run.keys."""
     channel: Literal["collective", "stream"] = "collective"
     """How members get deltas: torch collectives (gloo on CPUs, nccl on GPUs) or ZeroMQ. Joiners always stream."""
+    trusted_network: bool = False
+    """Allow the collective channel off loopback, though it has no keys: whoever reaches its ports can read the weights
+    and forge them."""
     deadline_seconds: Seconds = 30.0
     """What a dead or hanging member costs at most, once."""
 
@@ -317,6 +334,23 @@ class Config(Section):
     def _addresses_differ(self) -> Self:
         if self.queue.address == self.weights.address and not self.queue.address.endswith(":0"):
             raise ValueError(f"weights.address: value {self.weights.address!r} is queue.address, expected another port")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_off_loopback(self) -> Self:
+        for key, address in (("queue.address", self.queue.address), ("weights.address", self.weights.address)):
+            if self.run.keys is None and not _on_loopback(address):
+                port = address.rpartition(":")[2]
+                raise ValueError(
+                    f"{key}: value {address!r}, expected a loopback address such as tcp://127.0.0.1:{port}, or keys: "
+                    "set run.keys to a folder made by `lachesis keys`"
+                )
+        weights = self.weights
+        if weights.channel == "collective" and not weights.trusted_network and not _on_loopback(weights.address):
+            raise ValueError(
+                f"weights.channel: value 'collective' with weights.address {weights.address!r}, expected stream, or "
+                "weights.trusted_network: true: the collective channel has no keys"
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,15 +7,20 @@ from typing import Any
 
 import zmq
 
+from lachesis_transport.keys import Keys
 from lachesis_transport.messages import MessageError, pack, take, unpack
 
 DEADLINE_SECONDS = 5.0
 
 
-def ask_status(address: str, *, deadline_seconds: float = DEADLINE_SECONDS) -> dict[str, Any] | None:
+def ask_status(
+    address: str, *, deadline_seconds: float = DEADLINE_SECONDS, keys: Keys | None = None
+) -> dict[str, Any] | None:
     """The queue's statistics; None when nothing answers within the deadline. Raises MessageError on a wrong answer."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
+        if keys is not None:
+            keys.secure_client(socket)
         socket.connect(address)
         socket.send(pack({"op": "status", "id": 1}))
         if not socket.poll(int(deadline_seconds * 1000)):
@@ -26,10 +31,10 @@ def ask_status(address: str, *, deadline_seconds: float = DEADLINE_SECONDS) -> d
     return take(reply, "statistics", dict)
 
 
-def print_status(address: str) -> int:
+def print_status(address: str, keys: Keys | None = None) -> int:
     """Print what the queue at `address` says; returns the exit code, 1 when it does not answer."""
     try:
-        statistics = ask_status(address)
+        statistics = ask_status(address, keys=keys)
     except MessageError as error:
         print(f"lachesis status: {error}", file=sys.stderr)
         return 1

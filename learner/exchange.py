@@ -19,6 +19,7 @@ import trio
 from lachesis_configs.schema import Weights
 from lachesis_learner.publisher import Publisher, PublishReport
 from lachesis_transport.consumer import Consumer, open_consumer
+from lachesis_transport.keys import Keys
 from lachesis_transport.weights.layout import Layout
 
 logger = logging.getLogger("lachesis.learner")
@@ -116,9 +117,10 @@ class TrioThread:
 class Exchange(TrioThread):
     """Queue client and publisher of rank 0. Every method returns a future."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, keys: Keys | None = None) -> None:
         super().__init__("exchange")
         self._address = address
+        self._keys = keys
         self._leave = trio.Event()
         self._left = trio.Event()
         self.consumer: Consumer
@@ -147,7 +149,7 @@ class Exchange(TrioThread):
         self.consumer = await self.start(self._hold_consumer)
 
     async def _hold_consumer(self, *, task_status: trio.TaskStatus[Consumer] = trio.TASK_STATUS_IGNORED) -> None:
-        async with open_consumer(self._address, name="learner", incarnation=uuid4().hex) as consumer:
+        async with open_consumer(self._address, name="learner", incarnation=uuid4().hex, keys=self._keys) as consumer:
             task_status.started(consumer)
             await self._leave.wait()
         self._left.set()
@@ -163,6 +165,7 @@ class Exchange(TrioThread):
             channel=weights.channel,
             deadline_seconds=weights.deadline_seconds,
             device=device,
+            keys=self._keys,
         )
         await self.start(self.publisher.serve)
 

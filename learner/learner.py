@@ -31,6 +31,7 @@ from lachesis_learner.checkpoint import (
 from lachesis_learner.metrics import MetricsWriter, Phases
 from lachesis_learner.ranks import TICK_SECONDS, Kind, Ranks, prepare_process
 from lachesis_transport.groups_file import read_groups
+from lachesis_transport.keys import load_keys
 from lachesis_transport.messages import Batch, Group, MessageError, Scores, pack, unpack
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class _Lead(_Rank):
         """Train from the queue until run.steps batches are done or a signal stops it."""
         from lachesis_learner.exchange import Exchange
 
-        exchange = Exchange(self.config.queue.address)
+        exchange = Exchange(self.config.queue.address, keys=load_keys(self.config))
         try:
             with MetricsWriter(self.folder, step=self.step) as metrics:
                 self._run(exchange, metrics)

@@ -29,6 +29,7 @@ import trio
 import zmq
 
 from lachesis_learner.shards import NonFiniteWeights, Shard, ShardBlob, ShardEncoder
+from lachesis_transport.keys import Keys
 from lachesis_transport.messages import MessageError, pack, take, unpack
 from lachesis_transport.sockets import Socket, check_loopback, open_socket
 from lachesis_transport.weights.checksum import combine
@@ -82,8 +83,9 @@ class Publisher:
         channel: how members get deltas (weights.channel).
         deadline_seconds: what a dead or hanging member costs at most, once (weights.deadline_seconds).
         device: where collective tensors live: cpu (gloo) or cuda (nccl).
+        keys: of this node (run.keys), for an address off loopback.
 
-    Raises ValueError for an address off loopback.
+    Raises ValueError for an address off loopback without keys.
     """
 
     def __init__(
@@ -94,8 +96,11 @@ class Publisher:
         channel: Literal["collective", "stream"],
         deadline_seconds: float,
         device: str = "cpu",
+        keys: Keys | None = None,
     ) -> None:
-        check_loopback(address)
+        if keys is None:
+            check_loopback(address)
+        self._keys = keys
         self._address = address
         self._layout = layout
         self._channel = channel
@@ -124,7 +129,10 @@ class Publisher:
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve actors until cancelled. Reports started when the socket is bound."""
-        async with open_socket(zmq.ROUTER, bind=self._address) as socket, trio.open_nursery() as nursery:
+        async with (
+            open_socket(zmq.ROUTER, bind=self._address, keys=self._keys) as socket,
+            trio.open_nursery() as nursery,
+        ):
             self._socket = socket
             nursery.start_soon(self._fold_when_possible)
             nursery.start_soon(self._watch_silence)

@@ -22,6 +22,7 @@ import zmq
 
 from lachesis_configs.schema import Config
 from lachesis_transport.decisions import Finished, NameTaken, NotJoined, ReplayError, Rules, Wait
+from lachesis_transport.keys import load_keys
 from lachesis_transport.messages import Group, MessageError, Scores, pack, take, unpack
 from lachesis_transport.presence import Role
 from lachesis_transport.replay import Replay
@@ -361,13 +362,13 @@ async def serve_queue(
 
     `task_status.started` gets the address, with the real port where the configured one is 0. Writes events.jsonl (one
     line an event: time, source, kind and fields) and queue.json (statistics) into `folder`.
-    Raises OSError when the address is taken and ValueError when it is not on loopback.
+    Raises OSError when the address is taken and ConfigError when a file of run.keys is missing or malformed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = MemoryStore()
     with plain_errors(), ExitStack() as files:
         events = files.enter_context(open(folder / "events.jsonl", "a", encoding="utf-8"))
-        async with open_socket(zmq.ROUTER, bind=config.queue.address) as socket:
+        async with open_socket(zmq.ROUTER, bind=config.queue.address, keys=load_keys(config)) as socket:
             broker = Broker(config, folder, store=store, socket=socket, events=events)
             log.info("the replay queue serves at %s", socket.address)
             try:

@@ -18,6 +18,7 @@ from typing import Any
 import trio
 import zmq
 
+from lachesis_transport.keys import Keys
 from lachesis_transport.messages import MessageError, pack, take, unpack
 from lachesis_transport.sockets import Socket, open_socket, plain_errors
 

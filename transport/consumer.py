@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from lachesis_transport.client import QueueClient, QueueState, Welcome, open_client
+from lachesis_transport.keys import Keys
 from lachesis_transport.messages import Batch, take
 from lachesis_transport.sockets import plain_errors
 
@@ -82,12 +83,12 @@ class Consumer:
 
 
 @asynccontextmanager
-async def open_consumer(address: str, name: str, incarnation: str) -> AsyncIterator[Consumer]:
+async def open_consumer(address: str, name: str, incarnation: str, keys: Keys | None = None) -> AsyncIterator[Consumer]:
     """The queue's client of the learner. Waits for the queue for ever, logging that it does; reconnects and repeats by
     itself. A new incarnation gets back what the one before had leased.
 
     Raises QueueError while another learner is live.
     """
     with plain_errors():
-        async with open_client(address, role="learner", name=name, incarnation=incarnation) as client:
+        async with open_client(address, role="learner", name=name, incarnation=incarnation, keys=keys) as client:
             yield Consumer(client)

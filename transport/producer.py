@@ -17,6 +17,7 @@ import trio
 
 from lachesis_transport.client import QueueClient, QueueRestarted, QueueState, Waiting, Welcome, open_client
 from lachesis_transport.decisions import Finished as Finished
+from lachesis_transport.keys import Keys
 from lachesis_transport.messages import Group, Scores, take
 from lachesis_transport.sockets import plain_errors
 
@@ -147,14 +148,16 @@ class Producer:
 
 
 @asynccontextmanager
-async def open_producer(address: str, actor: str, incarnation: str) -> AsyncIterator[Producer]:
+async def open_producer(
+    address: str, actor: str, incarnation: str, keys: Keys | None = None
+) -> AsyncIterator[Producer]:
     """The queue's client of one actor. Waits for the queue for ever, logging that it does; reconnects and repeats by
     itself. On exit it says goodbye: the actor's open tickets are voided.
 
     Raises QueueError when the queue refuses: another live actor keeps the name, say.
     """
     with plain_errors():
-        async with open_client(address, role="actor", name=actor, incarnation=incarnation) as client:
+        async with open_client(address, role="actor", name=actor, incarnation=incarnation, keys=keys) as client:
             async with trio.open_nursery() as nursery:
                 try:
                     yield Producer(client, nursery)

@@ -15,19 +15,30 @@ swallow one. So each operation, and each edge, ends with a look at the socket's 
 from __future__ import annotations
 
 import ipaddress
+import logging
+import math
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import trio
 import zmq
 
+from lachesis_transport.keys import Keys
 from lachesis_transport.messages import MAX_MESSAGE_BYTES
+
+log = logging.getLogger("lachesis.transport")
 
 HEARTBEAT_MS = 2_000
 SILENCE_MS = 10_000
 LINGER_MS = 1_000
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 2_000
+HANDSHAKE_MS = 10_000
+CURVE_BYTES = 33
+"""What CURVE adds to a frame."""
+ZAP = "inproc://zeromq.zap.01"
+REFUSALS_LOGGED_EVERY_SECONDS = 60.0
 TURNS = 16
 
 
@@ -140,24 +151,36 @@ class Socket:
 
 @asynccontextmanager
 async def open_socket(
-    kind: int, *, bind: str | None = None, connect: str | None = None, high_water: int = 64
+    kind: int,
+    *,
+    bind: str | None = None,
+    connect: str | None = None,
+    high_water: int = 64,
+    keys: Keys | None = None,
 ) -> AsyncIterator[Socket]:
     """A socket for the length of the block; on exit, what was sent still goes out for up to a second, without waiting.
 
     `high_water` bounds the messages that wait in each direction, a peer. A connecting socket sends only while it is
-    connected: nothing piles up for a peer that is away. Raises ValueError for an address off loopback, OSError when the
-    address is taken.
+    connected: nothing piles up for a peer that is away. With `keys` every byte is encrypted, a listener answers only
+    the clients that it admits, and a client talks only to the server it knows; without, only loopback is served.
+    Raises ValueError for an address off loopback without keys, ConfigError for keys that are missing or malformed,
+    OSError when the address is taken.
     """
     address = bind or connect
     assert address is not None
-    check_loopback(address)
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    try:
+    if keys is None:
+        check_loopback(address)
+    with ExitStack() as stack:
+        # A listener with keys has a context of its own: ZeroMQ asks one handler a context whom to admit.
+        own = bind is not None and keys is not None
+        context = stack.enter_context(_own_context()) if own else zmq.Context.instance()
+        socket: zmq.Socket[bytes] = stack.enter_context(context.socket(kind))
         for option, value in (
             (zmq.LINGER, LINGER_MS),
             (zmq.SNDHWM, high_water),
             (zmq.RCVHWM, high_water),
-            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + (CURVE_BYTES if keys else 0)),
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, SILENCE_MS),
             (zmq.RECONNECT_IVL, RECONNECT_MS),
@@ -166,21 +189,56 @@ async def open_socket(
             socket.setsockopt(option, value)
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if bind is not None:
-            try:
-                socket.bind(bind)
-            except zmq.ZMQError as error:
-                raise OSError(error.errno, f"address: {bind} cannot be bound: {error.strerror}") from None
-        else:
-            socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.connect(address)
         wrapped = Socket(socket)
         with plain_errors():
             async with trio.open_nursery() as nursery:
+                if bind is not None:
+                    if keys is not None:
+                        admitted = keys.secure_listener(socket)
+                        door = stack.enter_context(context.socket(zmq.REP))
+                        door.bind(ZAP)
+                        nursery.start_soon(_admit, Socket(door), admitted, bind)
+                    try:
+                        socket.bind(bind)
+                    except zmq.ZMQError as error:
+                        raise OSError(error.errno, f"address: {bind} cannot be bound: {error.strerror}") from None
+                else:
+                    if keys is not None:
+                        keys.secure_client(socket)
+                    socket.setsockopt(zmq.IMMEDIATE, 1)
+                    socket.connect(address)
                 nursery.start_soon(wrapped._watch)
                 try:
                     yield wrapped
                 finally:
                     nursery.cancel_scope.cancel()
+
+
+@contextmanager
+def _own_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    """A context that ends, once what was sent has gone out or lingered, in a thread beside."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        yield context
     finally:
-        socket.close()
+        threading.Thread(target=context.term, name="zmq-term").start()
+
+
+async def _admit(door: Socket, admitted: frozenset[bytes], address: str) -> None:
+    """Answer ZeroMQ's questions whether a client may connect (ZAP, RFC 27): by its public key, which it has proved."""
+    refused, next_log = 0, -math.inf
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(door._watch)
+        while True:
+            version, request, _, peer, _, mechanism, *credentials = [frame.bytes for frame in await door.receive()]
+            welcome = mechanism == b"CURVE" and len(credentials) == 1 and credentials[0] in admitted
+            status = [b"200", b"OK"] if welcome else [b"400", b"key not admitted"]
+            await door.send([version, request, *status, b"", b""])
+            if welcome:
+                continue
+            refused += 1
+            if trio.current_time() >= next_log:
+                next_log = trio.current_time() + REFUSALS_LOGGED_EVERY_SECONDS
+                log.warning(
+                    "%s: the key of a client at %s is not admitted (%d refusals)", address, peer.decode(), refused
+                )
