@@ -278,13 +278,15 @@ class Waiting:
 
 
 @asynccontextmanager
-async def open_client(address: str, *, role: str, name: str, incarnation: str) -> AsyncIterator[QueueClient]:
+async def open_client(
+    address: str, *, role: str, name: str, incarnation: str, keys: Keys | None = None
+) -> AsyncIterator[QueueClient]:
     """A client that the queue has welcomed, waiting for the queue for ever; says goodbye on exit.
 
     Raises QueueError when the queue refuses: another live client keeps the name, say.
     """
     with plain_errors():
-        async with open_socket(zmq.DEALER, connect=address) as socket, trio.open_nursery() as nursery:
+        async with open_socket(zmq.DEALER, connect=address, keys=keys) as socket, trio.open_nursery() as nursery:
             client = QueueClient(socket, address=address, role=role, name=name, incarnation=incarnation)
             nursery.start_soon(client._receive)
             await client._greet(Waiting(f"{name}: waiting for the replay queue", address))
@@ -303,10 +305,10 @@ async def open_client(address: str, *, role: str, name: str, incarnation: str) -
                 nursery.cancel_scope.cancel()
 
 
-async def queue_status(address: str, *, seconds: float = 5.0) -> dict[str, Any]:
+async def queue_status(address: str, *, seconds: float = 5.0, keys: Keys | None = None) -> dict[str, Any]:
     """The statistics of the queue at `address`. Raises QueueError when it does not answer within `seconds`."""
     with trio.move_on_after(seconds), plain_errors():
-        async with open_socket(zmq.DEALER, connect=address) as socket:
+        async with open_socket(zmq.DEALER, connect=address, keys=keys) as socket:
             await socket.send([pack({"op": "status", "id": 1})])
             [frame] = await socket.receive()
             return take(unpack(frame.buffer), "statistics", dict)
