@@ -1,0 +1,310 @@
+"""The replay queue's database: a `Store` in one SQLite file, and a way to look into it.
+
+One transaction a `save`, in WAL mode with synchronous=FULL: a return means that the disk has it. One connection, used
+by one thread at a time; a lock beside the file keeps a second queue out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import trio
+
+from lachesis_transport.durable import (
+    QUARANTINED,
+    Key,
+    Refused,
+    Rows,
+    Store,
+    StoreError,
+    Writing,
+    pack_value,
+    shorten,
+    unpack_value,
+)
+from lachesis_transport.event_log import EventLog, Line
+
+SCHEMA = 1
+"""Version of the database's tables; another one is refused."""
+
+PAGE_BYTES = 1 << 14
+CACHE_BYTES = 64 << 20
+CHECKPOINT_BYTES = 32 << 20
+WAL_BYTES = 64 << 20
+"""Large pages suit groups of 10 KB to 1 MB. The write-ahead log is copied back at CHECKPOINT_BYTES and cut to WAL_BYTES
+after a larger transaction. The database reuses the pages of what was deleted: it stays as large as the most it held."""
+
+SYNC_LINES = 1024
+SYNC_SECONDS = 2.0
+"""The event log is fsynced, and the outbox emptied, after so many lines or seconds."""
+
+BUSY_SECONDS = 5.0
+
+TABLES = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
+    "CREATE TABLE rows (kind TEXT, key, value BLOB, PRIMARY KEY (kind, key)) WITHOUT ROWID",
+    "CREATE TABLE contents (id TEXT PRIMARY KEY, content BLOB)",
+    "CREATE TABLE log (number INTEGER PRIMARY KEY, line TEXT)",
+    "CREATE TABLE quarantine (number INTEGER PRIMARY KEY, sender TEXT, reason TEXT, frame BLOB, time REAL)",
+)
+
+T = TypeVar("T")
+
+
+class SqliteStore(Store):
+    """Keeps everything in the database at `path`, made when missing, and the events in `log`.
+
+    Raises StoreError when the file is no queue's database, is damaged, has another schema, cannot be opened, or is open
+    in another process.
+    """
+
+    def __init__(self, path: Path, log: EventLog) -> None:
+        self.path = Path(path)
+        self._log = log
+        self._thread = trio.CapacityLimiter(1)
+        self._saving = False
+        self._failure: str | None = None
+        self._synced = 0
+        self._synced_at = time.monotonic()
+        with ExitStack() as opened, _errors(self.path, "opening"):
+            self._lock = _lock(self.path)
+            opened.callback(os.close, self._lock)
+            self._db = sqlite3.connect(
+                self.path, isolation_level=None, check_same_thread=False, timeout=BUSY_SECONDS, cached_statements=64
+            )
+            opened.callback(self._db.close)
+            _configure(self._db)
+            self.queue_id = _make_tables(self._db)
+            self._quarantine: deque[Refused] = deque(_quarantine(self._db), maxlen=QUARANTINED)
+            opened.callback(log.close)
+            log.open(self._db.execute("SELECT number, line FROM log ORDER BY number").fetchall())
+            opened.pop_all()
+
+    def load(self) -> Rows:
+        with _errors(self.path, "loading"):
+            return _rows(self._db)
+
+    async def save(self, writing: Writing) -> None:
+        assert not self._saving, "save: another task is saving"
+        if self._failure is not None:
+            raise StoreError(f"{self.path}: nothing is saved any more, since: {self._failure}")
+        self._saving = True
+        try:
+            with _errors(self.path, "saving"):
+                commit = self._prepare(writing)
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(commit, limiter=self._thread)
+        except BaseException as error:
+            self._failure = f"{error}"
+            raise
+        finally:
+            self._saving = False
+        self._quarantine.extend(map(shorten, writing.refused))
+
+    def _prepare(self, writing: Writing) -> Callable[[], None]:
+        """Read all that `writing` says now, when nothing else can change it."""
+        upserted = [(*key, pack_value(value)) for key, value in writing.rows.items() if value is not None]
+        deleted = [key for key, value in writing.rows.items() if value is None]
+        added = [(name, content) for name, content in writing.contents.items() if content is not None]
+        removed = [(name,) for name, content in writing.contents.items() if content is None]
+        lines = self._log.lines(writing.events, time=time.time())
+        refused = [
+            (kept.sender, kept.reason, kept.frame, kept.time) for kept in map(shorten, writing.refused[-QUARANTINED:])
+        ]
+
+        def commit() -> None:
+            db = self._db
+            try:
+                db.execute("BEGIN IMMEDIATE")
+                if upserted:
+                    db.executemany("REPLACE INTO rows VALUES (?, ?, ?)", upserted)
+                if deleted:
+                    db.executemany("DELETE FROM rows WHERE kind = ? AND key = ?", deleted)
+                if removed:
+                    db.executemany("DELETE FROM contents WHERE id = ?", removed)
+                if added:
+                    db.executemany("REPLACE INTO contents VALUES (?, ?)", added)
+                if self._synced:
+                    db.execute("DELETE FROM log WHERE number < ?", (self._synced,))  # the newest keeps the count
+                if lines:
+                    db.executemany("INSERT INTO log VALUES (?, ?)", lines)
+                if refused:
+                    db.executemany("INSERT INTO quarantine (sender, reason, frame, time) VALUES (?, ?, ?, ?)", refused)
+                    db.execute(
+                        "DELETE FROM quarantine WHERE number <= (SELECT max(number) FROM quarantine) - ?",
+                        (QUARANTINED,),
+                    )
+                db.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    db.execute("ROLLBACK")
+                raise
+            self._synced = 0
+            self._append(lines)
+
+        return commit
+
+    def _append(self, lines: list[Line]) -> None:
+        self._log.append(lines)
+        now = time.monotonic()
+        if self._log.unsynced >= SYNC_LINES or (self._log.unsynced and now - self._synced_at >= SYNC_SECONDS):
+            self._synced, self._synced_at = self._log.sync(), now
+
+    async def read(self, ids: Sequence[str]) -> list[bytes]:
+        def fetch() -> list[bytes]:
+            contents = []
+            for name in ids:
+                row = self._db.execute("SELECT content FROM contents WHERE id = ?", (name,)).fetchone()
+                if row is None:
+                    raise KeyError(name)
+                contents.append(row[0])
+            return contents
+
+        with _errors(self.path, "reading"):
+            return await trio.to_thread.run_sync(fetch, limiter=self._thread)
+
+    def quarantine(self) -> list[Refused]:
+        return list(self._quarantine)
+
+    async def close(self) -> None:
+        def end() -> None:
+            if self._lock < 0:
+                return
+            try:
+                if self._failure is None:
+                    self._db.execute("DELETE FROM log WHERE number < ?", (self._log.sync(),))
+            finally:
+                self._log.close()
+                self._db.close()
+                os.close(self._lock)
+                self._lock = -1
+
+        with _errors(self.path, "closing"), trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(end, limiter=self._thread)
+
+
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """What a queue's database held at one moment."""
+
+    path: Path
+    queue_id: str
+    rows: Rows
+    """Table -> key -> value."""
+    contents: dict[str, int]
+    """Group id -> bytes of the packed group."""
+    quarantine: list[Refused]
+    """Oldest first."""
+
+    def content(self, name: str) -> bytes:
+        """The packed group; raises KeyError when it is not there (any more), StoreError as `peek`."""
+        with _looking(self.path) as db:
+            row = db.execute("SELECT content FROM contents WHERE id = ?", (name,)).fetchone()
+        if row is None:
+            raise KeyError(name)
+        return row[0]
+
+
+def peek(path: Path) -> Peek:
+    """Look into the database of a queue, stopped or running, without changing or holding up anything.
+
+    Raises StoreError when there is no database at `path`, or none that this version can read.
+    """
+    with _looking(Path(path)) as db:
+        queue_id = _check_tables(db)
+        contents = dict(db.execute("SELECT id, length(content) FROM contents ORDER BY id"))
+        return Peek(Path(path), queue_id, _rows(db), contents, _quarantine(db))
+
+
+@contextmanager
+def _looking(path: Path) -> Iterator[sqlite3.Connection]:
+    log = Path(f"{path}-wal")
+    with _errors(path, "looking"):
+        if not path.exists():
+            raise StoreError(f"{path}: there is no such file, expected a queue's database")
+        still = not log.exists()  # nobody has it open: SQLite may, and without files to share must, look at it alone
+        uri = f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if still else ''}"
+        db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=BUSY_SECONDS)
+        try:
+            db.execute("BEGIN")
+            yield db
+            if still and log.exists():
+                raise StoreError(f"{path}: a queue opened it just now; look again")
+        finally:
+            db.close()
+
+
+def _lock(path: Path) -> int:
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise StoreError(f"{path}: another process has this queue open; expected one at a time") from None
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _configure(db: sqlite3.Connection) -> None:
+    db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA secure_delete = OFF")  # else each page of a deleted group is written once more
+    db.execute(f"PRAGMA cache_size = -{CACHE_BYTES >> 10}")
+    db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_BYTES // PAGE_BYTES}")
+    db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+
+
+def _make_tables(db: sqlite3.Connection) -> str:
+    """Make the tables of a new database; returns the queue's id."""
+    db.execute("BEGIN IMMEDIATE")
+    if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        for statement in TABLES:
+            db.execute(statement)
+        db.execute("INSERT INTO meta VALUES ('schema', ?), ('queue_id', ?)", (SCHEMA, uuid.uuid4().hex))
+    db.execute("COMMIT")
+    return _check_tables(db)
+
+
+def _check_tables(db: sqlite3.Connection) -> str:
+    if not db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()[0]:
+        raise StoreError("a database of something else, expected a queue's")
+    meta = dict(db.execute("SELECT key, value FROM meta"))
+    if meta.get("schema") != SCHEMA:
+        raise StoreError(f"schema {meta.get('schema')!r}, expected {SCHEMA}: written by another version of Lachesis")
+    return meta["queue_id"]
+
+
+def _rows(db: sqlite3.Connection) -> Rows:
+    tables: dict[str, dict[Key, Any]] = {}
+    for table, key, value in db.execute("SELECT kind, key, value FROM rows ORDER BY kind, key"):
+        tables.setdefault(table, {})[key] = unpack_value(value)
+    return tables
+
+
+def _quarantine(db: sqlite3.Connection) -> list[Refused]:
+    found = db.execute("SELECT sender, reason, frame, time FROM quarantine ORDER BY number")
+    return [Refused(*row) for row in found]
+
+
+@contextmanager
+def _errors(path: Path, doing: str) -> Iterator[None]:
+    """Errors of the disk and of SQLite become StoreErrors that name the database and what was done to it."""
+    try:
+        yield
+    except StoreError as error:
+        raise error if str(path) in str(error) else StoreError(f"{path}: {error}") from None
+    except (sqlite3.Error, OSError) as error:
+        raise StoreError(f"{path}: {doing} failed: {error}") from error
