@@ -82,7 +82,7 @@ class Keys:
             return public, public, secret
         if len(own) != 1:
             found = ", ".join(f"{name}{SECRET}" for name in own) or "none"
-            raise ConfigError([f"run.keys: {self.folder} holds {found}, expected one client's secret, NAME{SECRET}"])
+            raise ConfigError([f"run.keys: {self.folder} holds {found}, expected one client's NAME{SECRET} of {MADE}"])
         return _public(self.folder / f"{SERVER}{PUBLIC}"), *self._pair(own[0])
 
     def _pair(self, name: str) -> tuple[bytes, bytes]:

@@ -162,7 +162,8 @@ def test_files_that_are_no_configuration(tmp_path, write):
     [
         (
             ["queue.address=tcp://10.0.0.1:5"],
-            "queue.address: value 'tcp://10.0.0.1:5', expected a loopback address such as tcp://127.0.0.1:5",
+            "queue.address: value 'tcp://10.0.0.1:5', expected a loopback address such as tcp://127.0.0.1:5, "
+            "or keys: set run.keys to a folder made by `lachesis keys`",
         ),
         (
             ["queue.address=tcp://127.0.0.1:99999"],
