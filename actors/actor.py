@@ -44,7 +44,7 @@ logger = logging.getLogger("lachesis.actor")
 REPORT_SECONDS = 5.0
 HANDBACK_SECONDS = 5.0
 SEED_STRIDE = 1_000_003
-"""Actors differ in their seeds by this, so that their environments draw different items."""
+"""Engines differ in their seeds by this, so that they sample different answers."""
 
 
 class ActorError(RuntimeError):
@@ -77,7 +77,9 @@ class Actor:
             tickets=self.tickets,
             provenance=self.provenance,
         )
-        self.runner = RunnerRoutes(api=self.api, producer=producer, tickets=self.tickets, provenance=self.provenance)
+        self.runner = RunnerRoutes(
+            actor=name, api=self.api, producer=producer, tickets=self.tickets, provenance=self.provenance
+        )
         self._reported: Counter[str] = Counter()
 
     def application(self) -> Starlette:
@@ -183,11 +185,9 @@ def actor_gpus(config: Config, index: int) -> list[int] | None:
     return gpus
 
 
-def with_seed(config: Config, index: int) -> Config:
-    """The config of actor `index`: its own seed."""
-    return config.model_copy(
-        update={"run": config.run.model_copy(update={"seed": config.run.seed + SEED_STRIDE * index})}
-    )
+def engine_seed(config: Config, index: int) -> int:
+    """The seed of actor `index`'s engine. Its environments have the run's seed: they share the order of items."""
+    return config.run.seed + SEED_STRIDE * index
 
 
 @asynccontextmanager
@@ -222,7 +222,6 @@ async def run_actor(config: Config, folder: Path, index: int) -> None:
     ActivationFailed.
     """
     name = f"actor-{index}"
-    config = with_seed(config, index)
     try:
         async with _until_signalled():
             await _run(config, folder, name, index)
@@ -251,7 +250,7 @@ async def _run(config: Config, folder: Path, name: str, index: int) -> None:
                     config.actor.engine,
                     model_path=model_path,
                     log_path=folder / "logs" / f"{name}-vllm.log",
-                    seed=config.run.seed,
+                    seed=engine_seed(config, index),
                     gpus=gpus,
                 ) as engine:
                     # Inside of the engine's block: when vLLM dies, that is the cause, not the connections it breaks.

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 import zlib
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +34,15 @@ class ActorRefused(Exception):
     """The actor answered that a request is wrong. The text is its answer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """The right to start one group."""
+
+    ticket: int
+    item: int
+    """Number of the item to be trained, from 0: the queue counts for all actors that run this environment."""
+
+
 class ActorRoutes:
     """The routes of the actor at `url`. Every request may be sent twice: the actor knows the second."""
 
@@ -52,17 +62,17 @@ class ActorRoutes:
         await self._session.close()
 
     async def state(self) -> dict[str, Any]:
-        """{version, step, steps, finished, final, served_final}."""
+        """{actor, version, step, steps, finished, final, served_final}."""
         return await self._request("GET", "/lachesis/state")
 
-    async def ticket(self, environment: str) -> int | None:
+    async def ticket(self, environment: str) -> Ticket | None:
         """Wait for a ticket; None when the queue has finished."""
         while True:
             answer = await self._request("POST", "/lachesis/ticket", {"environment": environment})
             if answer.get("finished"):
                 return None
             if "ticket" in answer:
-                return int(answer["ticket"])
+                return Ticket(ticket=int(answer["ticket"]), item=int(answer["item"]))
 
     async def release(self, ticket: int, reason: str) -> None:
         """The group of this ticket has ended; without a scored group the ticket is voided for this reason."""

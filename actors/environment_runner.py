@@ -1,9 +1,9 @@
 """The process of one environment: a stock Atropos BaseEnv, paced by tickets.
 
 Lachesis runs its own loop in place of BaseEnv.env_manager, which paces by queue length, cancels running groups on
-excess and exits when its server is away for two seconds. Here a group starts when its ticket was issued, is one call of
-handle_env, and is never cancelled before the run ends. The order is: evaluate at the first version served, train until
-the queue has finished, evaluate at the final version.
+excess and exits when its server is away for two seconds. Here a group starts when its ticket was issued, which names
+its item by number; it is one call of handle_env, and is never cancelled before the run ends. The order is: evaluate at
+the first version served, train until the queue has finished, evaluate at the final version.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from atroposlib.envs.base import BaseEnv
 
+from lachesis_actors.environment_items import EnvironmentItems
 from lachesis_actors.environment_loading import load_environment, make_environment
 from lachesis_actors.environment_routes import ActorGone, ActorRefused, ActorRoutes
 from lachesis_actors.environment_shims import lists_from_chat_templates, stamp_requests
@@ -38,6 +39,8 @@ WATCH_SECONDS = 1.0
 """How often the run's progress is asked for."""
 RELEASE_SECONDS = 5.0
 """Deadline for handing back the ticket of a cancelled group."""
+NO_ITEM_SECONDS = 1.0
+"""Pause before an environment that had no item is asked again."""
 LONGEST_PAUSE = 10.0
 """Pause between groups, in seconds, when all that an environment started lately has failed."""
 TIMINGS_KEPT = 1000
@@ -101,41 +104,51 @@ async def _until_stopped(config: Config, environment: Environment, url: str, fol
 
 async def _run(config: Config, environment: Environment, url: str, folder: Path) -> None:
     async with ActorRoutes(url) as routes:
-        await _served(routes)
-        seed = _seed(config.run.seed, environment.name)
-        random.seed(seed)
-        np.random.seed(seed)
+        actor = await _served(routes)
+        # Whatever the environment shuffles while it is made and set up comes out the same in every actor.
+        seed = _seed(f"{config.run.seed}/{environment.name}")
+        _seed_globally(seed)
         lists_from_chat_templates()
         stamp_requests(url, request_headers)
         kind = load_environment(environment.path)
         model = resolve_model(config.model.path)
         env = make_environment(kind, environment, config, url=url, model=model, seed=seed, folder=folder)
-        await EnvironmentRunner(env, routes, config=config, environment=environment).run()
+        own_seed = _seed(f"{config.run.seed}/{environment.name}/{actor}")
+        await EnvironmentRunner(env, routes, config=config, environment=environment, own_seed=own_seed).run()
 
 
-async def _served(routes: ActorRoutes) -> None:
-    """Wait until the actor serves a published version."""
+async def _served(routes: ActorRoutes) -> str:
+    """Wait until the actor serves a published version. Returns the actor's name."""
     waiting = False
-    while (await routes.state())["version"] is None:
+    while (state := await routes.state())["version"] is None:
         if not waiting:
             logger.info("waiting for the actor to serve a policy version")
         waiting = True
         await asyncio.sleep(0.2)
+    return str(state["actor"])
 
 
-def _seed(seed: int, name: str) -> int:
-    """A seed of its own for each environment (32 bits); each actor's config has its own seed already."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little")
+def _seed(name: str) -> int:
+    """32 bits that depend on the whole name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+
+
+def _seed_globally(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 class EnvironmentRunner:
-    """One environment's loop."""
+    """One environment's loop. `own_seed` seeds Python's and NumPy's global generators once the set-up is done."""
 
-    def __init__(self, env: BaseEnv, routes: ActorRoutes, *, config: Config, environment: Environment) -> None:
+    def __init__(
+        self, env: BaseEnv, routes: ActorRoutes, *, config: Config, environment: Environment, own_seed: int
+    ) -> None:
         self._env = env
         self._routes = routes
         self._config = config
         self._environment = environment
+        self._own_seed = own_seed
         self._workers: set[asyncio.Task[None]] = set()
         self._evaluation: asyncio.Task[None] | None = None
         self._logged: dict[str, Any] = {}
@@ -152,6 +165,8 @@ class EnvironmentRunner:
         await env.setup()
         await env.setup_wandb()
         await env.register_env()
+        _seed_globally(self._own_seed)
+        self._items = EnvironmentItems(env)
         # BaseEnv drops sequences of this length as too long: those of exactly max_token_length are wanted.
         env.max_token_len = self._environment.max_token_length + 1
         await asyncio.create_task(self._evaluate())
@@ -168,26 +183,29 @@ class EnvironmentRunner:
         await asyncio.create_task(self._evaluate())
 
     async def _train(self, group: asyncio.TaskGroup) -> None:
-        item: Any = None
         while True:
             while len(self._workers) >= self._environment.workers:
                 await asyncio.wait(self._workers, return_when=asyncio.FIRST_COMPLETED)
             if self._failures:
                 await asyncio.sleep(min(LONGEST_PAUSE, 0.05 * 2 ** min(self._failures, 10)))
-            if item is None:
-                item = self._env.backlog.pop() if self._env.backlog else await self._env.get_next_item()
-            if item is None:
-                logger.info("the environment has no item; asking again in a second")
-                await asyncio.sleep(1.0)
-                continue
             ticket = await self._routes.ticket(self._environment.name)
             if ticket is None:
                 logger.info("the queue has finished")
                 return
-            worker = group.create_task(self._work(item, Live(ticket=ticket)))
+            live = Live(ticket=ticket.ticket)
+            try:
+                item = await self._items.get(ticket.item)
+            except BaseException as error:
+                await self._hand_back(live, "cancelled" if isinstance(error, asyncio.CancelledError) else "failed")
+                raise
+            if item is None:
+                logger.info("the environment has no item %d; asking again in %g s", ticket.item, NO_ITEM_SECONDS)
+                await self._routes.release(live.ticket, "no_item")
+                await asyncio.sleep(NO_ITEM_SECONDS)
+                continue
+            worker = group.create_task(self._work(item, live))
             self._workers.add(worker)
             worker.add_done_callback(self._workers.discard)
-            item = None
 
     async def _work(self, item: Any, live: Live) -> None:
         """One group, from its ticket to the ticket's release."""
@@ -199,7 +217,7 @@ class EnvironmentRunner:
             if await env.handle_env(key):
                 env.last_completed_item = item
         except asyncio.CancelledError:
-            await self._hand_back(live)
+            await self._hand_back(live, "cancelled")
             raise
         except (ActorGone, ActorRefused):
             raise
@@ -211,10 +229,10 @@ class EnvironmentRunner:
         reason = "scored" if live.sent else live.reason or "dropped_by_environment"
         await self._routes.release(live.ticket, reason)
 
-    async def _hand_back(self, live: Live) -> None:
+    async def _hand_back(self, live: Live, reason: str) -> None:
         try:
             async with asyncio.timeout(RELEASE_SECONDS):
-                await self._routes.release(live.ticket, "cancelled")
+                await self._routes.release(live.ticket, reason)
         except (TimeoutError, ActorGone, ActorRefused) as error:
             # The actor voids what a process that ended still held.
             logger.warning("ticket %d could not be handed back: %s", live.ticket, error or "no answer")

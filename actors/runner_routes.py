@@ -14,10 +14,14 @@ from lachesis_actors.http_request import Refusal, take_field, take_name, while_c
 from lachesis_actors.provenance import Provenance
 from lachesis_actors.tickets import Tickets
 from lachesis_actors.trajectory_api import TrajectoryApi
+from lachesis_transport.messages import Scores
 from lachesis_transport.producer import Finished, Producer
 
 TICKET_SECONDS = 30.0
 """A ticket request is answered within this, with {wait} if none was granted."""
+
+DROPPED = "dropped_by_environment"
+"""Reason of a release that uses up the ticket's item."""
 
 MAX_METRICS = 256
 MAX_REASON = 200
@@ -29,12 +33,14 @@ class RunnerRoutes:
     def __init__(
         self,
         *,
+        actor: str,
         api: TrajectoryApi,
         producer: Producer,
         tickets: Tickets,
         provenance: Provenance,
         ticket_seconds: float = TICKET_SECONDS,
     ) -> None:
+        self._actor = actor
         self._api = api
         self._producer = producer
         self._tickets = tickets
@@ -62,7 +68,7 @@ class RunnerRoutes:
                     return {"finished": True}
                 granted.append(reply.ticket)
                 self._tickets.open(reply.ticket, environment=environment, version=reply.version)
-                return {"ticket": reply.ticket, "version": reply.version}
+                return {"ticket": reply.ticket, "version": reply.version, "item": reply.item}
             if self._api.version is None:
                 return {"wait": "the first published version"}
             return {"wait": "a ticket: as many groups are on their way as the staleness bound allows"}
@@ -79,7 +85,10 @@ class RunnerRoutes:
         live = self._tickets.end(ticket)
         if live is not None:
             self._provenance.close(ticket)
-            await self._producer.void(ticket, live.refusal or reason or "released")
+            # The queue gives the item of a ticket that ends without scores to another one. What the environment itself
+            # dropped (Atropos's own do that with groups of equal scores) is used: it ends with the scores of no group.
+            dropped = live.refusal is None and reason == DROPPED
+            await self._producer.void(ticket, live.refusal or reason or "released", Scores() if dropped else None)
         return {}
 
     async def _evaluation(self, request: Request, body: Any) -> dict[str, Any]:
@@ -105,6 +114,7 @@ class RunnerRoutes:
         state = self._producer.state
         return JSONResponse(
             {
+                "actor": self._actor,
                 "version": self._api.version,
                 "step": state.step,
                 "steps": self._producer.welcome.steps,

@@ -31,6 +31,8 @@ class Ticket:
     """Depth in the lineage of the last version that it may train; without rollbacks that is the version itself."""
     version: int
     """The version that it was issued at."""
+    item: int
+    """Number of the prompt to train, from 0, in its environment's endless stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class Producer:
             ticket=take(reply, "ticket", int),
             deadline=take(reply, "deadline", int),
             version=take(reply, "version", int),
+            item=take(reply, "item", int),
         )
         self._issued_by[ticket.ticket] = self._client.queue_id
         return ticket

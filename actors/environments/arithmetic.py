@@ -52,11 +52,10 @@ class Arithmetic(SingleTurnEnv[Sum]):
         every = [Sum(a, b) for a in range(config.max_value + 1) for b in range(config.max_value + 1)]
         self._train = [s for s in every if not is_held_out(*s)]
         self._held_out = [s for s in every if is_held_out(*s)]
-        self._random = random.Random(config.seed)
 
-    def next_problem(self) -> Sum:
-        """A sum that is not held out, uniformly."""
-        return self._random.choice(self._train)
+    def problem(self, number: int) -> Sum:
+        """A sum that is not held out, drawn uniformly with seed and number."""
+        return random.Random(f"{self.config.seed}/{number}").choice(self._train)
 
     def held_out(self) -> Sequence[Sum]:
         """The sums of an evaluation."""

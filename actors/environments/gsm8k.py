@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from lachesis_actors.environments.epochs import Epochs
 from lachesis_actors.environments.single_turn import Answer, SingleTurnConfig, SingleTurnEnv, Verdict
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
@@ -91,8 +91,8 @@ class Gsm8k(SingleTurnEnv[WordProblem]):
     """Word problems with a number for an answer.
 
     Reward: 1 when the final number (after ####, in \\boxed{}, or the last one) is right, plus `format_reward` when the
-    answer ended by itself and marks that number. Training goes through train.jsonl in an order given by the seed,
-    evaluation takes the first `eval_problems` of test.jsonl.
+    answer ended by itself and marks that number. Training goes through train.jsonl epoch by epoch, each in an order of
+    its own that the seed gives; evaluation takes the first `eval_problems` of test.jsonl.
     """
 
     name = "gsm8k"
@@ -103,15 +103,12 @@ class Gsm8k(SingleTurnEnv[WordProblem]):
         self._train = read_problems(folder / "train.jsonl")
         test = read_problems(folder / "test.jsonl")
         self._test = test[: config.eval_problems or len(test)]
-        self._random = random.Random(config.seed)
-        self._order: list[int] = []
+        self._order = Epochs(len(self._train), seed=config.seed)
         super().__init__(config, *args, **kwargs)
 
-    def next_problem(self) -> WordProblem:
-        """The next of a shuffled pass over the training split."""
-        if not self._order:
-            self._order = self._random.sample(range(len(self._train)), len(self._train))
-        return self._train[self._order.pop()]
+    def problem(self, number: int) -> WordProblem:
+        """Each problem of the training split once in each epoch of as many numbers."""
+        return self._train[self._order[number]]
 
     def held_out(self) -> Sequence[WordProblem]:
         """The first problems of the test split."""

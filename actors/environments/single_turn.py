@@ -25,7 +25,7 @@ class SingleTurnConfig(BaseEnvConfig):
     max_new_tokens: int = Field(default=256, gt=0, description="Longest answer in tokens.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature of training; evaluation is greedy.")
     eval_problems: int = Field(default=100, ge=0, description="Held-out problems of one evaluation; 0: all there are.")
-    seed: int = Field(default=0, description="Seed of the order of training problems.")
+    seed: int = Field(default=0, description="Seed of the order of training problems, the same in every actor.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,7 @@ class SingleTurnEnv(BaseEnv, Generic[Problem]):
 
     name = "single_turn"
     env_config_cls = SingleTurnConfig
+    _next = 0
 
     @classmethod
     def config_init(cls) -> tuple[SingleTurnConfig, list[APIServerConfig]]:
@@ -64,8 +65,11 @@ class SingleTurnEnv(BaseEnv, Generic[Problem]):
         return cls.env_config_cls(), [APIServerConfig(server_type="vllm", base_url="http://localhost:9004/v1")]
 
     @abstractmethod
-    def next_problem(self) -> Problem:
-        """The next problem to train on."""
+    def problem(self, number: int) -> Problem:
+        """Problem `number`, from 0, of the endless stream to train on: the same one in every process of a run.
+
+        It depends on the configuration and `number` alone. Numbers come in any order and, after a crash, again.
+        """
 
     @abstractmethod
     def held_out(self) -> Sequence[Problem]:
@@ -82,9 +86,14 @@ class SingleTurnEnv(BaseEnv, Generic[Problem]):
     async def setup(self) -> None:
         """Nothing to prepare."""
 
+    def item(self, number: int) -> Problem:
+        """Problem `number`: what Lachesis's runner asks for, with numbers that all actors share."""
+        return self.problem(number)
+
     async def get_next_item(self) -> Problem:
-        """The next problem to train on."""
-        return self.next_problem()
+        """The next problem by this process's own count: what Atropos's own loop asks for."""
+        self._next += 1
+        return self.problem(self._next - 1)
 
     async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup | None, list[Any]]:
         """One group. None when the prompt leaves no room for an answer within max_token_length."""

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 class FakeActor:
     """Batches of `batch` scored groups make a step; the queue finishes after `steps`."""
 
-    def __init__(self, model, *, steps: int = 3, batch: int = 4, live_at_most: int = 8) -> None:
+    def __init__(self, model, *, name: str = "actor-0", steps: int = 3, batch: int = 4, live_at_most: int = 8) -> None:
+        self.name = name
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.steps, self.batch, self.live_at_most = steps, batch, live_at_most
         self.version: int | None = 0
@@ -28,12 +29,16 @@ class FakeActor:
         self.live: set[int] = set()
         self.most_live = 0
         self.released: dict[int, str] = {}
+        self.items: dict[int, int] = {}
+        """Number of the item of each ticket; those of tickets that came to nothing are given out again."""
+        self.returned: list[int] = []
         self.fail_next = 0
         """Requests to answer with 500."""
         self.hold_training = False
         """Whether training requests are never answered."""
         self.url = ""
         self._next = 0
+        self._next_item = 0
         self._polls_after_the_end = 0
 
     @property
@@ -102,7 +107,12 @@ class FakeActor:
                 self.live.add(self._next)
                 self.most_live = max(self.most_live, len(self.live))
                 self.log.append(("ticket", self._next))
-                return web.json_response({"ticket": self._next, "version": self.version})
+                if self.returned:
+                    item = self.returned.pop(0)
+                else:
+                    item, self._next_item = self._next_item, self._next_item + 1
+                self.items[self._next] = item
+                return web.json_response({"ticket": self._next, "version": self.version, "item": item})
             await asyncio.sleep(0.01)
         return web.json_response({"wait": "the others"})
 
@@ -111,6 +121,8 @@ class FakeActor:
         assert set(body) == {"ticket", "reason"}
         assert body["ticket"] not in self.released
         self.released[body["ticket"]] = body["reason"]
+        if body["reason"] not in ("scored", "dropped_by_environment", "failed"):
+            self.returned.append(self.items[body["ticket"]])
         self.live.discard(body["ticket"])
         self.log.append(("release", body["reason"]))
         return web.json_response({})
@@ -123,6 +135,7 @@ class FakeActor:
         self._polls_after_the_end += self.finished
         return web.json_response(
             {
+                "actor": self.name,
                 "version": self.version,
                 "step": self.step,
                 "steps": self.steps,

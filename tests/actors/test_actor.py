@@ -15,7 +15,7 @@ import trio
 from tiny import TINY_ENGINE
 
 from lachesis_actors import actor as actor_module
-from lachesis_actors.actor import Actor, ActorError, actor_gpus, run_actor, with_seed
+from lachesis_actors.actor import Actor, ActorError, actor_gpus, engine_seed, run_actor
 from lachesis_actors.engine import Completion, attach_engine
 from lachesis_configs.schema import Config
 from lachesis_transport.broker import serve_queue
@@ -50,8 +50,8 @@ def test_gpus_and_seeds_of_each_actor():
     with pytest.raises(ActorError, match=r"actor\.gpus"):
         actor_gpus(config, 2)
     assert actor_gpus(make_config(), 7) is None
-    assert with_seed(config, 0).run.seed == config.run.seed
-    assert len({with_seed(config, i).run.seed for i in range(4)}) == 4
+    assert engine_seed(config, 0) == config.run.seed
+    assert len({engine_seed(config, i) for i in range(4)}) == 4
 
 
 class FakeEngine:

@@ -60,7 +60,7 @@ def test_the_example_in_the_docs(tiny_model, tmp_path):
     path = tmp_path / "reverse_of_docs.py"
     path.write_text(code)
     env = make(str(path), tiny_model, tmp_path, options={"max_new_tokens": 8})
-    assert env.next_problem() in env.words
+    assert [env.problem(n) for n in (0, 4, 5)] == ["spindle", "weaver", "spindle"]
     assert env.messages("thread") == [{"role": "user", "content": "Spell thread backwards."}]
     verdict = env.judge("thread", Answer(text="daerht", tokens=3, finished=True))
     assert (verdict.reward, verdict.correct) == (1.0, True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lachesis_actors import environment_runner
 from lachesis_actors.environment_routes import ActorGone, ActorRefused, ActorRoutes
 from lachesis_actors.environment_runner import evaluation_metrics, run_environment
+from lachesis_actors.environments.arithmetic import Arithmetic, ArithmeticConfig
 from lachesis_configs.load import ConfigError, dump_config
 from lachesis_configs.schema import Config
 
@@ -32,6 +34,7 @@ def _libraries_as_they_were(monkeypatch):
         monkeypatch.setattr(library.Client, "send", library.Client.send)
     monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", PreTrainedTokenizerBase.apply_chat_template)
     monkeypatch.setattr(environment_runner, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(environment_runner, "NO_ITEM_SECONDS", 0.02)
 
 
 def make_config(model, *, steps=3, evaluate_every=0, **environment) -> Config:
@@ -53,6 +56,11 @@ def run_with(actor: FakeActor, config: Config, tmp_path) -> None:
             await environment_runner._run(config, config.environments[0], actor.url, tmp_path)
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def make_arithmetic(model, *, seed: int) -> Arithmetic:
+    server = Arithmetic.config_init()[1][0].model_copy(update={"model_name": str(model), "api_key": "x"})
+    return Arithmetic(ArithmeticConfig(tokenizer_name=str(model), use_wandb=False, seed=seed), [server])
 
 
 ARITHMETIC = {"path": "arithmetic", "options": {"max_new_tokens": 32, "eval_problems": 12}}
@@ -103,6 +111,12 @@ def test_a_run_of_the_arithmetic_environment(tiny_model, tmp_path):
     assert all(b["n"] == 4 and b["temperature"] == 1.0 and b["max_tokens"] == 32 for _, b in train)
     assert all(set(h) == {"X-Lachesis-Split"} and b["temperature"] == 0.0 and b["n"] == 1 for h, b in evaluation)
     assert {int(h["X-Lachesis-Ticket"]) for h, _ in train} == set(actor.released)
+    # Each sum is that of its ticket's number, with the seed that every actor has.
+    seed = int.from_bytes(hashlib.blake2b(b"0/arithmetic", digest_size=4).digest(), "little")
+    sums = make_arithmetic(tiny_model, seed=seed)
+    for headers, body in train:
+        a, b = sums.problem(actor.items[int(headers["X-Lachesis-Ticket"])])
+        assert f"Calculate {a} + {b} and" in actor.tokenizer.decode(body["prompt"]["prompt_token_ids"])
 
 
 def test_evaluations_in_between_do_not_stop_training(tiny_model, tmp_path):
@@ -120,6 +134,7 @@ def write_environment(tmp_path, body: str) -> str:
         textwrap.dedent(
             """
             import asyncio
+            import random
             import numpy as np
             from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
             from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
@@ -209,6 +224,78 @@ def test_every_ticket_is_released_with_what_became_of_its_group(tiny_model, tmp_
     reasons = [actor.released[t] for t in sorted(actor.released)]
     assert reasons[:6] == ["failed", "dropped_by_environment", "scored"] * 2
     assert reasons.count("scored") == 4
+    assert actor.live == set()
+
+
+COUNTING = """
+drawn = []
+
+async def setup(self):
+    self.train = list(range(50))
+    random.shuffle(self.train)
+    self.iter = 0
+    self.eval_metrics = []
+
+async def get_next_item(self):
+    self.drawn.append((self.iter, self.train[self.iter % 50], random.random()))
+    self.iter += 1
+    return self.drawn[-1][1]
+
+async def collect_trajectories(self, item):
+    ids = self.tokenizer.encode("1 2 3 4")
+    return {"tokens": [ids] * 4, "masks": [[-100] + ids[1:]] * 4, "scores": [0.0, 1.0, 0.0, 1.0]}, []
+"""
+
+
+def test_a_stock_environment_that_counts_takes_the_items_of_its_tickets_in_an_order_that_actors_share(
+    tiny_model, tmp_path
+):
+    config = make_config(tiny_model, steps=2, path=write_environment(tmp_path, COUNTING), name="mine")
+    drawn = []
+    for name in ("actor-0", "actor-1"):
+        actor = FakeActor(tiny_model, name=name, steps=2, batch=4)
+        actor.returned = [70, 7]  # numbers that other tickets gave back
+        run_with(actor, config, tmp_path)
+        drawn.append(sys.modules["mine"].Mine.drawn)
+        assert [number for number, *_ in drawn[-1]] == [actor.items[ticket] for ticket in sorted(actor.items)]
+        assert [number for number, *_ in drawn[-1]][:4] == [70, 7, 0, 1]
+    first, second = drawn
+    assert first is not second
+    assert [item for _, item, _ in first][:8] == [item for _, item, _ in second][:8]
+    assert [draw for *_, draw in first][:8] != [draw for *_, draw in second][:8]
+
+
+NAMING = """
+asked = []
+
+async def item(self, number):
+    self.asked.append(number)
+    return None if self.asked == [0] else number + 1
+
+async def get_next_item(self):
+    raise AssertionError("it can name its items")
+
+async def collect_trajectories(self, item):
+    ids = self.tokenizer.encode("1 2 3 4")
+    return {"tokens": [ids] * 4, "masks": [[-100] + ids[1:]] * 4, "scores": [0.0, 1.0, 0.0, 1.0]}, []
+"""
+
+
+def test_the_ticket_of_an_item_that_is_not_there_now_is_handed_back(tiny_model, tmp_path):
+    path = write_environment(tmp_path, NAMING)
+    actor = FakeActor(tiny_model, steps=1, batch=4)
+    run_with(actor, make_config(tiny_model, steps=1, path=path, name="mine", workers=1), tmp_path)
+    assert actor.released == {1: "no_item", 2: "scored", 3: "scored", 4: "scored", 5: "scored"}
+    assert actor.items == {1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
+    assert sys.modules["mine"].Mine.asked == [0, 0, 1, 2, 3]
+
+
+def test_an_environment_whose_items_fail_hands_back_its_ticket_and_ends(tiny_model, tmp_path):
+    path = write_environment(tmp_path, "def item(self, number):\n    raise KeyError('no data')")
+    actor = FakeActor(tiny_model, steps=1, batch=4)
+    with pytest.raises(KeyError, match="no data"):
+        run_with(actor, make_config(tiny_model, steps=1, path=path, name="mine"), tmp_path)
+    assert actor.released == {1: "failed"}
     assert actor.live == set()
 
 

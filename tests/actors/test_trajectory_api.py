@@ -44,7 +44,7 @@ class FakeProducer:
         if self.finished:
             return Finished()
         self.issued += 1
-        return Ticket(ticket=self.issued, deadline=version + 2, version=version)
+        return Ticket(ticket=self.issued, deadline=version + 2, version=version, item=100 + self.issued)
 
     async def void(self, ticket, reason, scores=None):
         self.voided.append((ticket, reason, scores))
@@ -78,7 +78,13 @@ class Bench:
             tickets=self.tickets,
             provenance=self.provenance,
         )
-        runner = RunnerRoutes(api=self.api, producer=self.producer, tickets=self.tickets, provenance=self.provenance)
+        runner = RunnerRoutes(
+            actor="actor-0",
+            api=self.api,
+            producer=self.producer,
+            tickets=self.tickets,
+            provenance=self.provenance,
+        )
         if opened:
             self.api.serve(3)
         app = Starlette(routes=[*self.api.routes(), *runner.routes()])
@@ -166,6 +172,21 @@ async def test_releasing_an_unscored_ticket_voids_it_with_the_reason(bench):
     await bench.call("POST", "/lachesis/release", {"ticket": ticket, "reason": "failed"})
     assert bench.producer.voided == [(1, "failed", None)]
     assert bench.provenance.statistics().records == 0
+
+
+@pytest.mark.trio
+async def test_a_ticket_comes_with_the_number_of_its_item(bench):
+    response = await bench.call("POST", "/lachesis/ticket", {"environment": "sums"})
+    assert response.json() == {"ticket": 1, "version": 3, "item": 101}
+
+
+@pytest.mark.trio
+async def test_the_item_of_a_group_that_the_environment_dropped_is_used(bench):
+    ticket = await bench.take_ticket()
+    await bench.call("POST", "/lachesis/release", {"ticket": ticket, "reason": "dropped_by_environment"})
+    other = await bench.take_ticket()
+    await bench.call("POST", "/lachesis/release", {"ticket": other, "reason": "no_item"})
+    assert bench.producer.voided == [(1, "dropped_by_environment", Scores()), (2, "no_item", None)]
 
 
 @pytest.mark.trio
@@ -460,7 +481,8 @@ async def test_evaluations_are_reported(bench):
 @pytest.mark.trio
 async def test_the_state_of_the_run(bench):
     assert (await bench.call("GET", "/lachesis/state")).json() == {
-        "version": 3, "step": 4, "steps": 40, "finished": False, "final": None, "served_final": False,
+        "actor": "actor-0", "version": 3, "step": 4, "steps": 40,
+        "finished": False, "final": None, "served_final": False,
     }  # fmt: skip
     bench.producer.state = replace(bench.producer.state, finished=True, final=5)
     assert (await bench.call("GET", "/lachesis/state")).json()["served_final"] is False

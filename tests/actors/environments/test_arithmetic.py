@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import trio
 
 from lachesis_actors.environments.arithmetic import Arithmetic, ArithmeticConfig, Sum, is_held_out
 from lachesis_actors.environments.single_turn import Answer
@@ -45,7 +46,7 @@ def test_held_out_sums_are_never_trained(env):
     assert len(held_out) == 100
     assert env.held_out() == held_out
     assert all(is_held_out(*s) and 0 <= s.a <= 20 and 0 <= s.b <= 20 for s in held_out)
-    drawn = [env.next_problem() for _ in range(2000)]
+    drawn = [env.problem(number) for number in range(2000)]
     assert not any(is_held_out(*s) for s in drawn)
     assert {max(s.a for s in drawn), max(s.b for s in drawn), min(s.a for s in drawn)} == {20, 0}
 
@@ -55,9 +56,25 @@ def test_the_evaluation_does_not_depend_on_the_seed_and_0_means_each_held_out_su
     config = ArithmeticConfig(tokenizer_name=str(tiny_model), use_wandb=False, seed=4)
     other = Arithmetic(config, [server])
     assert other.held_out() == env.held_out()
-    assert [other.next_problem() for _ in range(9)] != [env.next_problem() for _ in range(9)]
     whole = Arithmetic(config.model_copy(update={"eval_problems": 0}), [server]).held_out()
     assert len(whole) == len(set(whole)) == 73
+
+
+def test_a_sum_depends_on_seed_and_number_alone(tiny_model, env):
+    server = Arithmetic.config_init()[1][0].model_copy(update={"model_name": str(tiny_model), "api_key": "x"})
+    same, other = (
+        Arithmetic(ArithmeticConfig(tokenizer_name=str(tiny_model), use_wandb=False, seed=seed), [server])
+        for seed in (3, 4)
+    )
+    numbers = [5, 0, 1 << 40, 2, 5]
+    assert [env.problem(n) for n in numbers] == [same.item(n) for n in numbers]
+    assert env.problem(0) == Sum(15, 2)  # a resumed run has to find the same sums
+    assert [env.problem(n) for n in range(9)] != [other.problem(n) for n in range(9)]
+    assert len({env.problem(n) for n in range(9)}) > 5
+
+
+def test_atropos_own_loop_counts_by_itself(env):
+    assert [trio.run(env.get_next_item) for _ in range(3)] == [env.problem(n) for n in range(3)]
 
 
 def test_messages(env):

@@ -51,10 +51,12 @@ def make(tiny_model, data, **options) -> Gsm8k:
     return Gsm8k(config, [server])
 
 
-def test_training_goes_through_every_problem_in_shuffled_passes(tiny_model, data):
-    env = make(tiny_model, data, seed=1)
-    for _ in range(2):
-        assert sorted(env.next_problem().question for _ in range(5)) == [f"train {i}?" for i in range(5)]
+def test_training_takes_each_problem_once_an_epoch(tiny_model, data):
+    env, same = make(tiny_model, data, seed=1), make(tiny_model, data, seed=1)
+    for start in (0, 5, 500):
+        numbers = range(start, start + 5)
+        assert sorted(env.problem(n).question for n in numbers) == [f"train {i}?" for i in range(5)]
+        assert [env.item(n) for n in numbers] == [same.item(n) for n in numbers]
 
 
 def test_evaluation_takes_the_first_test_problems(tiny_model, data):
