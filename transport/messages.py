@@ -1,7 +1,8 @@
 """Wire types and their msgpack form.
 
-Everything that crosses a process boundary is one msgpack map. Arrays travel as raw little-endian bytes inside it
-(msgpack `bin`), each with the dtype that this file fixes, so a receiver allocates nothing that it did not check first.
+Everything that crosses a process boundary is one msgpack map. The arrays of a trajectory travel as raw little-endian
+bytes inside it (msgpack `bin`), of dtypes and in an order that this file fixes, so a receiver allocates nothing that it
+did not check first.
 Every message carries the schema version; an unknown one is refused with both versions named.
 
     >>> group = Group(group_id="7:0", ticket=7, actor="a0", environment="sums", trajectories=(trajectory,))
@@ -35,6 +36,12 @@ LOWEST_LOGPROB = -30.0
 """Lowest behaviour log-prob of a trained token. A policy samples such a token less than once in 10^8, and its
 importance ratio could overflow the loss."""
 
+HIGHEST_LOGPROB = 1e-3
+"""Highest behaviour log-prob of a trained token: 0, and what rounding may add to it."""
+
+MAX_ITEMS = 1 << 17
+"""Longest list in a message. A decoder reserves 8 bytes an item before it has seen one, at each of 1024 levels."""
+
 MAX_TRAJECTORIES = 4096
 MAX_TOKENS = 4 * 1024 * 1024
 MAX_TEXT = 4096
@@ -60,7 +67,7 @@ def pack(message: dict[str, Any]) -> bytes:
     Raises MessageError for a value that has no msgpack form, and for a message that no receiver would read.
     """
     try:
-        frame = msgpack.packb({"schema": SCHEMA, **message}, use_bin_type=True)
+        frame = msgpack.packb({"schema": SCHEMA, **message})
     except (OverflowError, TypeError, ValueError) as error:
         raise MessageError(f"message: {type(error).__name__}: {error}, expected values with a msgpack form") from None
     if len(frame) > MAX_MESSAGE_BYTES:
@@ -68,16 +75,17 @@ def pack(message: dict[str, Any]) -> bytes:
     return frame
 
 
-def unpack(frame: bytes | memoryview) -> dict[str, Any]:
-    """Decode one message.
+def unpack(frame: bytes | memoryview, *, longest: int = MAX_ITEMS) -> dict[str, Any]:
+    """Decode one message. `longest`: items that a list in it may have.
 
     Raises MessageError when the frame is oversized, is not msgpack or is not a map, and SchemaError when it was written
     under another schema version.
     """
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise MessageError(f"frame: {len(frame)} bytes, expected at most {MAX_MESSAGE_BYTES}")
+    size = len(frame)
+    if size > MAX_MESSAGE_BYTES:
+        raise MessageError(f"frame: {size} bytes, expected at most {MAX_MESSAGE_BYTES}")
     try:
-        message = msgpack.unpackb(frame, raw=False, strict_map_key=True, use_list=True)
+        message = msgpack.unpackb(frame, max_array_len=longest if longest < size else size)
     except Exception as error:  # msgpack raises a dozen types on garbage
         raise MessageError(f"frame: not msgpack ({type(error).__name__}: {error})") from None
     if not isinstance(message, dict):
@@ -88,11 +96,16 @@ def unpack(frame: bytes | memoryview) -> dict[str, Any]:
     return message
 
 
+_MISSING = object()
+
+
 def take(message: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
     """`message[key]`, checked to be of `kind` (bool is not an int here; an int is accepted as a float)."""
-    if key not in message:
+    value = message.get(key, _MISSING)
+    if type(value) is kind and kind is not str:
+        return value
+    if value is _MISSING:
         raise MessageError(f"{key}: missing")
-    value = message[key]
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if isinstance(value, bool) and bool not in kinds:
         raise MessageError(f"{key}: {value!r}, expected {_kind_names(kinds)}")
@@ -114,12 +127,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _array(message: dict[str, Any], key: str, dtype: str, length: int) -> np.ndarray:
-    raw = take(message, key, bytes)
-    expected = length * np.dtype(dtype).itemsize
-    if len(raw) != expected:
-        raise MessageError(f"{key}: {len(raw)} bytes, expected {expected} ({length} x {dtype})")
-    return np.frombuffer(raw, dtype=dtype)
+_INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
+_ARRAYS = {"tokens": _INT32, "logprobs": _FLOAT32, "versions": _INT32, "advantages": _FLOAT32, "mask": _UINT8}
+"""The arrays of a trajectory in the order in which they travel, one after the other."""
+
+_DTYPES = list(_ARRAYS.values())
+_TOKEN_BYTES = sum(dtype.itemsize for dtype in _DTYPES)
+_lowest, _highest = np.minimum.reduce, np.maximum.reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -152,23 +166,42 @@ class Trajectory:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return 17 * len(self.tokens)
+        return _TOKEN_BYTES * len(self.tokens)
 
     def validate(self, *, where: str = "trajectory") -> None:
         """Raise MessageError, naming field and value, unless the arrays agree with each other and are finite."""
+        if not self._is_valid():
+            self._diagnose(where)
+
+    def _is_valid(self) -> bool:
+        """Whether `_diagnose` would find nothing, in a third of its time. NaN fails every comparison."""
+        n = len(self.tokens)
+        tokens, logprobs, versions, advantages, mask = arrays = self._arrays()
+        if not 2 <= n <= MAX_TOKENS or [a.shape for a in arrays] != [(n,)] * 5 or [a.dtype for a in arrays] != _DTYPES:
+            return False
+        on = versions >= 0
+        return (
+            not mask[0]
+            and mask.tobytes() == on.tobytes()
+            and _lowest(versions) >= UNSAMPLED
+            and _lowest(tokens) >= 0
+            and float(_lowest(logprobs)) >= LOWEST_LOGPROB
+            and float(_highest(logprobs)) <= HIGHEST_LOGPROB
+            and float(_lowest(advantages)) >= -MAX_MAGNITUDE
+            and float(_highest(advantages)) <= MAX_MAGNITUDE
+            and abs(self.score) <= MAX_MAGNITUDE
+            and not np.count_nonzero((logprobs != 0) > on)
+            and not np.count_nonzero((advantages != 0) > on)
+        )
+
+    def _diagnose(self, where: str) -> None:
         n = len(self.tokens)
         if n < 2 or n > MAX_TOKENS:
             raise MessageError(f"{where}.tokens: {n} tokens, expected 2 to {MAX_TOKENS}")
-        for name, dtype in (
-            ("tokens", np.int32),
-            ("mask", np.uint8),
-            ("logprobs", np.float32),
-            ("versions", np.int32),
-            ("advantages", np.float32),
-        ):
+        for name, dtype in _ARRAYS.items():
             array = getattr(self, name)
             if array.dtype != dtype or array.shape != (n,):
-                raise MessageError(f"{where}.{name}: {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)}[{n}]")
+                raise MessageError(f"{where}.{name}: {array.dtype}{list(array.shape)}, expected {dtype}[{n}]")
         mask = self.mask
         if mask.max() > 1:
             raise MessageError(f"{where}.mask: value {int(mask.max())}, expected 0 or 1")
@@ -191,7 +224,7 @@ class Trajectory:
                 raise MessageError(f"{where}.logprobs: {lowest} marks a missing log-prob")
             if lowest < LOWEST_LOGPROB:
                 raise MessageError(f"{where}.logprobs: {lowest}, expected {LOWEST_LOGPROB} or more")
-            if highest > 1e-3:
+            if highest > HIGHEST_LOGPROB:
                 raise MessageError(f"{where}.logprobs: {highest}, expected 0 or less")
             if self.versions[on].min() < 0:
                 raise MessageError(f"{where}.versions: {int(self.versions[on].min())} on a trained token")
@@ -217,16 +250,15 @@ class Trajectory:
 
     def to_wire(self) -> dict[str, Any]:
         """The msgpack map of this trajectory."""
-        return {
-            "n": len(self.tokens),
-            "tokens": self.tokens.tobytes(),
-            "mask": self.mask.tobytes(),
-            "logprobs": self.logprobs.tobytes(),
-            "versions": self.versions.tobytes(),
-            "advantages": self.advantages.tobytes(),
-            "score": self.score,
-            "finished": self.finished,
-        }
+        arrays = self._arrays()
+        try:
+            raw = b"".join(arrays)
+        except TypeError:  # one is not contiguous
+            raw = b"".join(array.tobytes() for array in arrays)
+        return {"n": len(self.tokens), "arrays": raw, "score": self.score, "finished": self.finished}
+
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self.tokens, self.logprobs, self.versions, self.advantages, self.mask
 
     @classmethod
     def from_wire(cls, wire: Any, *, where: str = "trajectory") -> Trajectory:
@@ -237,12 +269,15 @@ class Trajectory:
             n = take(wire, "n", int)
             if not 0 <= n <= MAX_TOKENS:
                 raise MessageError(f"n: {n}, expected 0 to {MAX_TOKENS}")
+            raw = take(wire, "arrays", bytes)
+            if len(raw) != _TOKEN_BYTES * n:
+                raise MessageError(f"arrays: {len(raw)} bytes, expected {_TOKEN_BYTES * n} ({n} x {_TOKEN_BYTES})")
             return cls(
-                tokens=_array(wire, "tokens", "<i4", n),
-                mask=_array(wire, "mask", "u1", n),
-                logprobs=_array(wire, "logprobs", "<f4", n),
-                versions=_array(wire, "versions", "<i4", n),
-                advantages=_array(wire, "advantages", "<f4", n),
+                tokens=np.frombuffer(raw, _INT32, n),
+                logprobs=np.frombuffer(raw, _FLOAT32, n, 4 * n),
+                versions=np.frombuffer(raw, _INT32, n, 8 * n),
+                advantages=np.frombuffer(raw, _FLOAT32, n, 12 * n),
+                mask=np.frombuffer(raw, _UINT8, n, 16 * n),
                 score=take(wire, "score", float),
                 finished=take(wire, "finished", bool),
             )
@@ -272,12 +307,14 @@ class Group:
         if not self.trajectories:
             return ()
         every = np.concatenate([t.versions for t in self.trajectories])
-        return tuple(int(v) for v in np.unique(every[every >= 0]))
+        changes = np.flatnonzero(every[1:] != every[:-1])  # few: versions come in runs
+        distinct = np.unique(np.append(every[changes], every[-1:]))
+        return tuple(int(v) for v in distinct if v >= 0)
 
     @property
     def trained_tokens(self) -> int:
         """Tokens with mask 1."""
-        return sum(int(t.mask.sum()) for t in self.trajectories)
+        return sum(np.count_nonzero(t.mask) for t in self.trajectories)
 
     def validate(self) -> None:
         """Raise MessageError unless every trajectory is valid and at least one token is to be trained."""
@@ -304,7 +341,7 @@ class Group:
 
         Raises MessageError, and SchemaError for a group packed under another schema version.
         """
-        return cls.from_wire(unpack(frame))
+        return cls.from_wire(unpack(frame, longest=MAX_TRAJECTORIES))
 
     def to_wire(self) -> dict[str, Any]:
         """The msgpack map of this group."""

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lachesis_transport.messages import (
     LOWEST_LOGPROB,
@@ -112,6 +116,39 @@ def test_a_group_can_do_without_the_tokens_of_some_versions():
             "trajectory.logprobs: -9999.0 marks a missing log-prob",
         ),
         ({"mask": np.array([1, 1, 1], np.uint8)}, "trajectory.mask: first token is trained, but nothing predicts it"),
+        (
+            {"logprobs": np.array([0, -0.5, 2e-3], np.float32)},
+            f"trajectory.logprobs: {float(np.float32(2e-3))}, expected 0 or less",
+        ),
+        ({"logprobs": np.array([0, np.nan, 0], np.float32)}, "trajectory.logprobs[1]: nan, expected a finite number"),
+        (
+            {"logprobs": np.array([-1, -1, -1], np.float32)},
+            "trajectory.logprobs[0]: -1.0 on a token with mask 0, expected 0",
+        ),
+        (
+            {"advantages": np.array([0, 1, -np.inf], np.float32)},
+            "trajectory.advantages[2]: -inf, expected a finite number",
+        ),
+        (
+            {"advantages": np.array([2, 1, 1], np.float32)},
+            "trajectory.advantages[0]: 2.0 on a token with mask 0, expected 0",
+        ),
+        (
+            {"advantages": np.array([0, 1, 1], np.float64)},
+            "trajectory.advantages: float64[3], expected float32[3]",
+        ),
+        ({"mask": np.array([0, 1], np.uint8)}, "trajectory.mask: uint8[2], expected uint8[3]"),
+        ({"mask": np.array([0, 1, 2], np.uint8)}, "trajectory.mask: value 2, expected 0 or 1"),
+        ({"tokens": np.array([5, -6, 7], np.int32)}, "trajectory.tokens: id -6, expected 0 or more"),
+        ({"tokens": np.array([5], np.int32)}, "trajectory.tokens: 1 tokens, expected 2 to 4194304"),
+        (
+            {"versions": np.array([0, 3, 4], np.int32)},
+            "trajectory.versions: a token with mask 0 has a version, expected -1",
+        ),
+        (
+            {"versions": np.array([-2, 3, 4], np.int32)},
+            "trajectory.versions: a token with mask 0 has a version, expected -1",
+        ),
         ({"versions": np.array([-1, 3, -1], np.int32)}, "trajectory.versions: -1 on a trained token"),
     ],
 )
@@ -119,6 +156,63 @@ def test_what_no_loss_can_bear_is_refused_by_name(changes, text):
     with pytest.raises(MessageError) as caught:
         trajectory(**changes).validate()
     assert str(caught.value) == text
+
+
+_VALUES = {
+    "tokens": st.sampled_from([0, 5, 2**31 - 1, -1]),
+    "mask": st.sampled_from([0, 1, 2, 255]),
+    "logprobs": st.sampled_from([0, -0.0, -0.5, LOWEST_LOGPROB, -30.001, 1e-3, np.float32(1e-3), 2e-3, -1e4, np.nan]),
+    "versions": st.sampled_from([UNSAMPLED, 0, 4, -2, 2**31 - 1]),
+    "advantages": st.sampled_from([0, -0.0, 1, -1e9, 1e9, 1.1e9, np.inf, np.nan]),
+    "score": st.sampled_from([0.0, -1e9, 1e9, 1.1e9, np.nan, np.inf]),
+}
+
+
+@given(st.data())
+def test_the_quick_check_and_the_diagnosis_agree(data):
+    sound = trajectory()
+    changes = {}
+    for name in data.draw(st.lists(st.sampled_from(sorted(_VALUES)), max_size=2)):
+        if name == "score":
+            changes[name] = data.draw(_VALUES[name])
+        else:
+            array = changes[name] = getattr(sound, name).copy()
+            array[data.draw(st.integers(0, 2))] = data.draw(_VALUES[name])
+    changed = trajectory(**changes)
+    try:
+        changed._diagnose("trajectory")
+    except MessageError as error:
+        with pytest.raises(MessageError, match=f"^{re.escape(str(error))}$"):
+            changed.validate()
+    else:
+        changed.validate()
+        assert changed._is_valid()
+
+
+def test_arrays_need_not_be_contiguous_to_be_packed():
+    wide = np.arange(6, dtype=np.int32)
+    sparse = trajectory(tokens=wide[::2])
+    assert Trajectory.from_wire(sparse.to_wire()) == trajectory(tokens=np.array([0, 2, 4], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"n": 2}, "trajectory.arrays: 51 bytes, expected 34 (2 x 17)"),
+        ({"n": -1}, "trajectory.n: -1, expected 0 to 4194304"),
+        ({"n": 1 << 40}, "trajectory.n: 1099511627776, expected 0 to 4194304"),
+        ({"n": True}, "trajectory.n: True, expected int"),
+        ({"arrays": "x" * 51}, f"trajectory.arrays: '{'x' * 51}', expected bytes"),
+        ({"score": None}, "trajectory.score: None, expected float"),
+        ({"finished": 1}, "trajectory.finished: 1, expected bool"),
+    ],
+)
+def test_a_trajectory_of_another_shape_is_refused_by_name(changes, text):
+    wire = trajectory().to_wire()
+    with pytest.raises(MessageError) as caught:
+        Trajectory.from_wire({**wire, **changes})
+    assert str(caught.value) == text
+    assert Trajectory.from_wire({**wire, "score": 1}) == trajectory()
 
 
 @pytest.mark.parametrize("value", [2**70, object(), "\ud800"])
