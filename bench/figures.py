@@ -19,7 +19,7 @@ from rich.table import Table
 Length = Literal["short", "normal", "long"]
 """How much is measured: for seconds, for a quiet figure, for minutes."""
 
-BENCHES = ("transport", "queue", "delta", "learner")
+BENCHES = ("transport", "queue", "chaos", "delta", "learner")
 """Modules of this package that may exist, in the order in which `all` runs them."""
 
 
@@ -34,7 +34,7 @@ class Figure:
     unit: str
     """Unit of value and reference."""
     against: str | None = None
-    """What the reference is."""
+    """What the reference is; without one, what the value is of."""
     reference: float | None = None
     """The limit, measured in the same run; None where the figure is a plain value."""
     ratio: float | None = None
@@ -91,7 +91,7 @@ def print_table(figures: Sequence[Figure]) -> None:
         table.add_column(title, justify="right")
     for f in figures:
         ratio = "" if f.ratio is None else f"{f.ratio:.3g}"
-        limit = "" if f.reference is None else f"{f.reference:.4g} {f.unit}, {f.against}"
+        limit = f.against or "" if f.reference is None else f"{f.reference:.4g} {f.unit}, {f.against}"
         spread = "" if f.spread is None else f"{f.spread:.0%}"
         table.add_row(f.figure, f"{f.value:.4g}", f.unit, ratio, limit, str(f.runs), spread)
     # A pipe has no width: whole lines there.
