@@ -12,11 +12,11 @@ import sqlite3
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import trio
 
@@ -49,6 +49,7 @@ SYNC_SECONDS = 2.0
 """The event log is fsynced, and the outbox emptied, after so many lines or seconds."""
 
 BUSY_SECONDS = 5.0
+SELECTED = 64
 
 TABLES = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
@@ -57,8 +58,6 @@ TABLES = (
     "CREATE TABLE log (number INTEGER PRIMARY KEY, line TEXT)",
     "CREATE TABLE quarantine (number INTEGER PRIMARY KEY, sender TEXT, reason TEXT, frame BLOB, time REAL)",
 )
-
-T = TypeVar("T")
 
 
 class SqliteStore(Store):
@@ -71,7 +70,7 @@ class SqliteStore(Store):
     def __init__(self, path: Path, log: EventLog) -> None:
         self.path = Path(path)
         self._log = log
-        self._thread = trio.CapacityLimiter(1)
+        self._free = trio.Lock()  # the connection is
         self._saving = False
         self._failure: str | None = None
         self._synced = 0
@@ -100,97 +99,112 @@ class SqliteStore(Store):
             raise StoreError(f"{self.path}: nothing is saved any more, since: {self._failure}")
         self._saving = True
         try:
-            with _errors(self.path, "saving"):
-                commit = self._prepare(writing)
-                with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(commit, limiter=self._thread)
+            pending = _Pending.read(writing, self._log)
+            with _errors(self.path, "saving"), trio.CancelScope(shield=True):
+                async with self._free:
+                    await self._keep(pending)
         except BaseException as error:
-            self._failure = f"{error}"
+            self._failure = str(error)
             raise
         finally:
             self._saving = False
-        self._quarantine.extend(map(shorten, writing.refused))
+        self._quarantine.extend(pending.refused)
 
-    def _prepare(self, writing: Writing) -> Callable[[], None]:
-        """Read all that `writing` says now, when nothing else can change it."""
-        upserted = [(*key, pack_value(value)) for key, value in writing.rows.items() if value is not None]
-        deleted = [key for key, value in writing.rows.items() if value is None]
-        added = [(name, content) for name, content in writing.contents.items() if content is not None]
-        removed = [(name,) for name, content in writing.contents.items() if content is None]
-        lines = self._log.lines(writing.events, time=time.time())
-        refused = [
-            (kept.sender, kept.reason, kept.frame, kept.time) for kept in map(shorten, writing.refused[-QUARANTINED:])
-        ]
+    async def _keep(self, pending: _Pending) -> None:
+        # The many short statements run here: a thread would wait for the interpreter's lock at each of them. What may
+        # wait for the disk runs in a thread.
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            pending.write(self._db)
+            if self._synced:
+                self._db.execute("DELETE FROM log WHERE number < ?", (self._synced,))  # the newest keeps the count
+            await trio.to_thread.run_sync(self._commit, pending)
+        except BaseException:
+            with suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise
 
-        def commit() -> None:
-            db = self._db
-            try:
-                db.execute("BEGIN IMMEDIATE")
-                if upserted:
-                    db.executemany("REPLACE INTO rows VALUES (?, ?, ?)", upserted)
-                if deleted:
-                    db.executemany("DELETE FROM rows WHERE kind = ? AND key = ?", deleted)
-                if removed:
-                    db.executemany("DELETE FROM contents WHERE id = ?", removed)
-                if added:
-                    db.executemany("REPLACE INTO contents VALUES (?, ?)", added)
-                if self._synced:
-                    db.execute("DELETE FROM log WHERE number < ?", (self._synced,))  # the newest keeps the count
-                if lines:
-                    db.executemany("INSERT INTO log VALUES (?, ?)", lines)
-                if refused:
-                    db.executemany("INSERT INTO quarantine (sender, reason, frame, time) VALUES (?, ?, ?, ?)", refused)
-                    db.execute(
-                        "DELETE FROM quarantine WHERE number <= (SELECT max(number) FROM quarantine) - ?",
-                        (QUARANTINED,),
-                    )
-                db.execute("COMMIT")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    db.execute("ROLLBACK")
-                raise
-            self._synced = 0
-            self._append(lines)
-
-        return commit
-
-    def _append(self, lines: list[Line]) -> None:
-        self._log.append(lines)
+    def _commit(self, pending: _Pending) -> None:
+        _select(self._db, "DELETE FROM contents WHERE id IN", pending.removed)
+        self._db.execute("COMMIT")
+        self._synced = 0
+        self._log.append(pending.lines)
         now = time.monotonic()
         if self._log.unsynced >= SYNC_LINES or (self._log.unsynced and now - self._synced_at >= SYNC_SECONDS):
             self._synced, self._synced_at = self._log.sync(), now
 
     async def read(self, ids: Sequence[str]) -> list[bytes]:
-        def fetch() -> list[bytes]:
-            contents = []
-            for name in ids:
-                row = self._db.execute("SELECT content FROM contents WHERE id = ?", (name,)).fetchone()
-                if row is None:
-                    raise KeyError(name)
-                contents.append(row[0])
-            return contents
-
         with _errors(self.path, "reading"):
-            return await trio.to_thread.run_sync(fetch, limiter=self._thread)
+            async with self._free:
+                found = await trio.to_thread.run_sync(
+                    _select, self._db, "SELECT id, content FROM contents WHERE id IN", ids
+                )
+        contents: dict[str, bytes] = dict(found)
+        return [contents[name] for name in ids]
 
     def quarantine(self) -> list[Refused]:
         return list(self._quarantine)
 
     async def close(self) -> None:
-        def end() -> None:
-            if self._lock < 0:
-                return
-            try:
-                if self._failure is None:
-                    self._db.execute("DELETE FROM log WHERE number < ?", (self._log.sync(),))
-            finally:
-                self._log.close()
-                self._db.close()
-                os.close(self._lock)
-                self._lock = -1
-
         with _errors(self.path, "closing"), trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(end, limiter=self._thread)
+            async with self._free:
+                if self._lock >= 0:
+                    await trio.to_thread.run_sync(self._close)
+
+    def _close(self) -> None:
+        try:
+            if self._failure is None:
+                self._db.execute("DELETE FROM log WHERE number < ?", (self._log.sync(),))
+        finally:
+            self._log.close()
+            self._db.close()
+            os.close(self._lock)
+            self._lock = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A `Writing`, read at once and ready for the database."""
+
+    upserted: list[tuple[str, Key, bytes]]
+    deleted: list[tuple[str, Key]]
+    added: list[tuple[str, bytes]]
+    removed: list[str]
+    lines: list[Line]
+    refused: list[Refused]
+
+    @classmethod
+    def read(cls, writing: Writing, log: EventLog) -> _Pending:
+        return cls(
+            upserted=[(*key, pack_value(value)) for key, value in writing.rows.items() if value is not None],
+            deleted=[key for key, value in writing.rows.items() if value is None],
+            added=[(name, content) for name, content in writing.contents.items() if content is not None],
+            removed=[name for name, content in writing.contents.items() if content is None],
+            lines=log.lines(writing.events, time=time.time()),
+            refused=[shorten(refused) for refused in writing.refused[-QUARANTINED:]],
+        )
+
+    def write(self, db: sqlite3.Connection) -> None:
+        """All but what is removed from the contents: to find their pages may need the disk."""
+        db.executemany("REPLACE INTO rows VALUES (?, ?, ?)", self.upserted)
+        db.executemany("DELETE FROM rows WHERE kind = ? AND key = ?", self.deleted)
+        db.executemany("REPLACE INTO contents VALUES (?, ?)", self.added)
+        db.executemany("INSERT INTO log VALUES (?, ?)", self.lines)
+        if self.refused:
+            kept = [(refused.sender, refused.reason, refused.frame, refused.time) for refused in self.refused]
+            db.executemany("INSERT INTO quarantine (sender, reason, frame, time) VALUES (?, ?, ?, ?)", kept)
+            oldest = "(SELECT max(number) FROM quarantine) - ?"
+            db.execute(f"DELETE FROM quarantine WHERE number <= {oldest}", (QUARANTINED,))
+
+
+def _select(db: sqlite3.Connection, statement: str, names: Sequence[str]) -> list[tuple]:
+    """Run `statement` for up to SELECTED names at a time: few statements, always the same text."""
+    found = []
+    for start in range(0, len(names), SELECTED):
+        chosen = [*names[start : start + SELECTED]]
+        chosen += chosen[-1:] * (SELECTED - len(chosen))
+        found += db.execute(f"{statement} ({','.join('?' * SELECTED)})", chosen).fetchall()
+    return found
 
 
 @dataclass(frozen=True, slots=True)
