@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     # Models come from folders; nothing is looked up on a network unless the user says so.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    options = _parser().parse_args(arguments)
+    options = _parsed(arguments)
     start_logging(options.verb)
     try:
         return options.run(options) or 0
@@ -49,6 +49,17 @@ def main(arguments: list[str] | None = None) -> int:
         for line in lines:
             print(f"lachesis {options.verb}: {line}", file=sys.stderr)
         return code
+
+
+def _parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """The options. argparse takes key=value only before the first --option; here they may come anywhere."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(options, "overrides") or any(r.startswith("-") or "=" not in r for r in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    return options
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
@@ -110,7 +121,7 @@ def start_logging(role: str) -> None:
 def _launch(options: argparse.Namespace) -> int:
     from lachesis_deploy.launch import launch
 
-    return launch(options.config, options.overrides)
+    return launch(options.config, options.overrides, resume=options.resume)
 
 
 def _queue(options: argparse.Namespace) -> int:
@@ -125,9 +136,14 @@ def _queue(options: argparse.Namespace) -> int:
 
 def _learner(options: argparse.Namespace) -> int:
     from lachesis_learner.learner import run_learner
+    from lachesis_transport.client import QueueError
 
     config, folder = _role(options)
-    return run_learner(config, folder, rank=options.rank, replay=options.replay)
+    try:
+        return run_learner(config, folder, rank=options.rank, replay=options.replay)
+    except QueueError as error:  # another learner took over, say
+        print(f"lachesis learner: {error}", file=sys.stderr)
+        return 1
 
 
 def _actor(options: argparse.Namespace) -> int:
@@ -248,7 +264,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         return added
 
-    configured(verb("launch", _launch, "run queue, learner and actors on this node, to the end"))
+    added = configured(verb("launch", _launch, "run queue, learner and actors on this node, to the end"))
+    added.add_argument("--resume", action="store_true", help="go on with the newest run in its folder")
     role("queue", _queue, "the replay queue")
     added = role("learner", _learner, "the learner, with all its ranks")
     added.add_argument("--rank", type=int, default=0, help="rank to run (set by rank 0 for the others)")

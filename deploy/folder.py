@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import random
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lachesis_configs.load import ConfigError, dump_config
@@ -16,9 +19,11 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 QUEUE = "queue.json"
+STATE = "queue.db"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 LOGS = "logs"
+LOCK = ".launch.lock"
 
 CHOSEN_PORTS = (20000, 32000)
 """Where port 0 is looked for."""
@@ -31,14 +36,34 @@ def default_folder(config: Config) -> Path:
 
 def fresh_folder(wanted: Path) -> Path:
     """`wanted`, or the first of `wanted`-2, -3, ... that does not exist or is empty. Makes it."""
-    for number in itertools.count(1):
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+    for folder in _numbered(wanted):
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "exists and is not a folder", str(folder))
         if not folder.exists() or not any(folder.iterdir()):
             folder.mkdir(parents=True, exist_ok=True)
             return folder
     raise AssertionError("count ends never")
+
+
+def earlier_folders(wanted: Path) -> Iterator[Path]:
+    """`wanted`, `wanted`-2, -3, ..., as long as they exist."""
+    return itertools.takewhile(Path.is_dir, _numbered(wanted))
+
+
+def _numbered(wanted: Path) -> Iterator[Path]:
+    yield wanted
+    yield from (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Be the only launch in `folder` until the block or the process ends. Raises ConfigError while there is one."""
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError([f"{folder}: another launch runs in it, expected it to have ended"]) from None
+        yield
 
 
 def placed(config: Config, folder: Path, model: Path) -> Config:

@@ -14,6 +14,7 @@ from lachesis_actors.environments import BUILT_IN
 from lachesis_configs.load import ConfigError, load_config
 from lachesis_configs.models import resolve_model
 from lachesis_configs.schema import Config
+from lachesis_deploy.audit import lasting
 from lachesis_deploy.folder import (
     CONFIG,
     EVENTS,
@@ -24,20 +25,22 @@ from lachesis_deploy.folder import (
     SUMMARY,
     default_folder,
     fresh_folder,
+    locked,
     placed,
     write_config,
     write_whole,
 )
 from lachesis_deploy.panel import show_progress
 from lachesis_deploy.processes import Command
-from lachesis_deploy.records import JsonLines, numbers, read_all, read_json
+from lachesis_deploy.records import numbers, read_all, read_json
+from lachesis_deploy.resume import check_resumable, folder_to_resume, nothing_left
 from lachesis_deploy.summary import Summary, summarise
 from lachesis_deploy.supervisor import GRACE_SECONDS, RoleFailed, supervise
 
 logger = logging.getLogger("lachesis.launch")
 
 
-def launch(config_path: str, overrides: Sequence[str] = ()) -> int:
+def launch(config_path: str, overrides: Sequence[str] = (), *, resume: bool = False) -> int:
     """Run queue, learner and actors on this node until the run is finished; returns the exit code.
 
     0: finished, summary.json and report.html are written. 1: a role failed, which is named with the end of its log.
@@ -46,10 +49,25 @@ def launch(config_path: str, overrides: Sequence[str] = ()) -> int:
     Args:
         config_path: the YAML file.
         overrides: key=value on top of it.
+        resume: go on with the newest run in its folder, instead of starting one in a folder of its own.
 
-    Raises ConfigError for a wrong configuration, a taken address or a folder that is no run's.
+    Raises ConfigError for a wrong configuration, a taken address, a folder that is no run's or a change that the run
+    to be resumed cannot take.
     """
-    config, folder = _prepared(config_path, overrides)
+    config = load_config(config_path, overrides)
+    if not resume:
+        config, folder = _prepared(config)
+        with locked(folder):
+            return _run(config, folder)
+    folder = folder_to_resume(config, config_path)
+    with locked(folder):
+        if nothing_left(config, folder):
+            print(f"{folder} has finished: all {config.run.steps} steps of run.steps are trained, nothing is left")
+            return 0
+        return _run(_prepared_again(config, folder), folder)
+
+
+def _run(config: Config, folder: Path) -> int:
     logs = folder / LOGS
     logs.mkdir(exist_ok=True)
     print(f"run folder {folder} (logs in {logs})", flush=True)
@@ -58,13 +76,17 @@ def launch(config_path: str, overrides: Sequence[str] = ()) -> int:
         stopped_by = trio.run(run_roles, config, folder, commands)
     except RoleFailed as error:
         print(
-            f"lachesis launch: {error}\nThe other roles were ended; `lachesis report {folder}` shows what was done.",
+            f"lachesis launch: {error}\nThe other roles were ended; `lachesis report {folder}` shows what was done, "
+            "`lachesis launch CONFIG --resume` goes on from there.",
             file=sys.stderr,
             flush=True,
         )
         return 1
     if stopped_by is not None:
-        print(f"stopped; `lachesis report {folder}` shows what was done", flush=True)
+        print(
+            f"stopped; `lachesis report {folder}` shows what was done, `lachesis launch CONFIG --resume` goes on",
+            flush=True,
+        )
         return 128 + stopped_by
     close_run(folder)
     return 0
@@ -75,7 +97,7 @@ def role_commands(config: Config, config_path: Path) -> list[Command]:
     # The interpreter that runs this one, so that a launch needs no PATH.
     program = (sys.executable, "-m", "lachesis")
     return [
-        Command(role="queue", argv=(*program, "queue", str(config_path))),
+        Command(role="queue", argv=(*program, "queue", str(config_path)), ends_last=True),
         Command(role="learner", argv=(*program, "learner", str(config_path))),
         *(
             Command(role=f"actor-{i}", argv=(*program, "actor", str(config_path), "--index", str(i)))
@@ -127,15 +149,7 @@ async def run_roles(
 
 def run_finished(config: Config, folder: Path) -> Callable[[], bool]:
     """A function that tells whether the run's last step has been trained."""
-    metrics = JsonLines(folder / METRICS)
-    last = 0.0
-
-    def finished() -> bool:
-        nonlocal last
-        last = max([last, *numbers(metrics.read(), "step")])
-        return last >= config.run.steps
-
-    return finished
+    return lambda: max(numbers(read_all(folder / METRICS), "step"), default=0) >= config.run.steps
 
 
 def close_run(folder: Path) -> Summary:
@@ -147,7 +161,7 @@ def close_run(folder: Path) -> Summary:
         raise ConfigError([f"{folder}: no such folder, expected the folder of a run"])
     config_path = folder / CONFIG
     config = load_config(config_path) if config_path.exists() else None
-    metrics, events, queue = read_all(folder / METRICS), read_all(folder / EVENTS), read_json(folder / QUEUE)
+    metrics, events, queue = lasting(read_all(folder / METRICS)), read_all(folder / EVENTS), read_json(folder / QUEUE)
     if not metrics and not events:
         raise ConfigError([f"{folder}: has neither {METRICS} nor {EVENTS}, expected the folder of a run"])
     summary = summarise(metrics, events, queue, staleness_bound=config.staleness.max if config else None)
@@ -160,8 +174,25 @@ def close_run(folder: Path) -> Summary:
     return summary
 
 
-def _prepared(config_path: str, overrides: Sequence[str]) -> tuple[Config, Path]:
-    config = load_config(config_path, overrides)
+def _prepared(config: Config) -> tuple[Config, Path]:
+    """`config` as it is run, in a folder of its own."""
+    model = _checked(config)
+    wanted = default_folder(config)
+    folder = fresh_folder(wanted)
+    if folder != wanted:
+        print(f"{wanted} holds an earlier run")
+    return placed(config, folder, model), folder
+
+
+def _prepared_again(config: Config, folder: Path) -> Config:
+    """`config` as it is run in the folder of the run that it continues."""
+    config = placed(config, folder, _checked(config))
+    check_resumable(config, folder)
+    return config
+
+
+def _checked(config: Config) -> Path:
+    """The model's folder, once everything that can be wrong with `config` on this node has been looked at."""
     # Ports first and the folder last: a launch that cannot start converts no model and leaves no empty folder.
     placed(config, Path(), Path())
     for i, environment in enumerate(config.environments):
@@ -169,9 +200,4 @@ def _prepared(config_path: str, overrides: Sequence[str]) -> tuple[Config, Path]
         if environment.path not in BUILT_IN and not Path(file).is_file():
             expected = f"one of {', '.join(BUILT_IN)} or a file that exists"
             raise ConfigError([f"environments.{i}.path: value {environment.path!r}, expected {expected}"])
-    model = resolve_model(config.model.path)
-    wanted = default_folder(config)
-    folder = fresh_folder(wanted)
-    if folder != wanted:
-        print(f"{wanted} holds an earlier run")
-    return placed(config, folder, model), folder
+    return resolve_model(config.model.path)

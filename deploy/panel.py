@@ -56,6 +56,10 @@ class Progress:
             ]
         )
 
+    def earlier(self, record: Record) -> None:
+        """Take a line of metrics.jsonl from before this part of the run, which tells where it goes on."""
+        self._last = record
+
     def event(self, record: Record) -> str | None:
         """Take a line of events.jsonl; returns a line for people when it is one for them."""
         kind = record.get("kind")
@@ -125,13 +129,26 @@ class Progress:
 
 
 async def show_progress(config: Config, folder: Path, *, interval: float = 0.5) -> None:
-    """Show the progress of the run in `folder` on stdout until cancelled."""
+    """Show the progress of the run in `folder` on stdout until cancelled; what is there already is not told again."""
     progress = Progress(steps=config.run.steps, staleness_bound=config.staleness.max)
-    metrics, events = JsonLines(folder / METRICS), JsonLines(folder / EVENTS)
+    metrics, events = JsonLines(folder / METRICS), JsonLines(folder / EVENTS, skip=True)
     started = time.time()
+    told = 0.0
+    for record in metrics.read():
+        progress.earlier(record)
+        told = number(record, "time") or told
+
+    def take_step(record: Record) -> list[str]:
+        nonlocal told
+        at = number(record, "time")
+        if at is not None and at <= told:  # a learner that came back has rewritten the file without what it lost
+            progress.earlier(record)
+            return []
+        told = told if at is None else at
+        return [progress.step(record)]
 
     def refresh() -> list[str]:
-        lines = [progress.step(record) for record in metrics.read()]
+        lines = [line for record in metrics.read() for line in take_step(record)]
         lines += [line for record in events.read() if (line := progress.event(record))]
         progress.queue = read_json(folder / QUEUE) or progress.queue
         return lines

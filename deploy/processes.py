@@ -32,6 +32,8 @@ class Command:
     """Its name in messages and the name of its log file."""
     argv: tuple[str, ...]
     """Program and arguments."""
+    ends_last: bool = False
+    """Whether the others need it until their end: it is asked to end after they have."""
 
 
 class Child:
@@ -40,6 +42,7 @@ class Child:
     def __init__(self, command: Command, *, log: Path) -> None:
         """Start `command` with stdout and stderr appended to the file `log`. Raises OSError when it cannot start."""
         self.role = command.role
+        self.ends_last = command.ends_last
         self.log = log
         parent = os.getpid()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,19 @@ class JsonLines:
 
     `read` returns the complete lines that were added since the last call. Lines that are no JSON maps (a process was
     killed while it wrote) are counted in `broken`. NaN and infinities, which JSON does not have, become None.
+    A file that was replaced by another is read from its beginning.
+
+    Args:
+        skip: leave out what is there already.
+        max_bytes: what one `read` takes at most.
     """
 
-    def __init__(self, path: Path, *, max_bytes: int = 1 << 26) -> None:
+    def __init__(self, path: Path, *, skip: bool = False, max_bytes: int = 1 << 26) -> None:
         self.path = path
         self.broken = 0
-        self._offset = 0
+        found = path.stat() if skip and path.exists() else None
+        self._file = found.st_ino if found else None
+        self._offset = found.st_size if found else 0
         self._rest = b""
         self._max_bytes = max_bytes
 
@@ -28,6 +36,9 @@ class JsonLines:
         """New lines, at most `max_bytes` of them (call again for more); [] while the file does not exist."""
         try:
             with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._file or found.st_size < self._offset:
+                    self._file, self._offset, self._rest = found.st_ino, 0, b""
                 file.seek(self._offset)
                 data = file.read(self._max_bytes)
         except FileNotFoundError:
@@ -73,6 +84,11 @@ def number(record: Record, key: str) -> float | None:
 def numbers(records: list[Record], key: str) -> list[float]:
     """The finite numbers under `key`, in order."""
     return [value for record in records if (value := number(record, key)) is not None]
+
+
+def of_kind(events: list[Record], kind: str) -> list[Record]:
+    """The lines of events.jsonl of that kind."""
+    return [event for event in events if event.get("kind") == kind]
 
 
 def _parse(text: bytes) -> Any:

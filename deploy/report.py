@@ -24,7 +24,7 @@ from lachesis_deploy.summary import (
     actor_intervals,
     evaluation_points,
     learner_phases,
-    training_window,
+    training_windows,
 )
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#2f6db3", "#d9822b", "#3a9a6b", "#c4483f", "#7a5ab5", "#9aa3ad"
@@ -202,10 +202,9 @@ def _optimisation(metrics: list[Record], events: list[Record]) -> Figure | None:
 
 
 def _timeline(metrics: list[Record], events: list[Record]) -> Figure | None:
-    window = training_window(metrics)
     actors = actor_intervals(events)
     rows = [("learner", learner_phases(metrics)), *sorted(actors.items())]
-    if window is None:
+    if not training_windows(metrics):
         return None
     begin = min(start for _, intervals in rows for _, start, _ in intervals)
     finish = max(end for _, intervals in rows for _, _, end in intervals)

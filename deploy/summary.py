@@ -18,11 +18,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lachesis_deploy.audit import audit, lasting
 from lachesis_deploy.intervals import Interval, intersection, length, union
-from lachesis_deploy.records import Record, number, numbers
+from lachesis_deploy.records import Record, number, numbers, of_kind
 
 WAITING = frozenset({"wait", "publish_wait"})
 """Phases of the learner in which it does not compute."""
+
+BREAK_SECONDS = 2.0
+"""A learner that goes on is faster than this from one step to the next; one that comes back is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,7 @@ class Summary:
     groups_lost: int | None
     """Groups that the queue accepted and that were neither trained nor dropped nor left over; None before the end."""
     groups_duplicated: int
-    """Groups that were trained more than once."""
+    """Groups that were trained more than once; what a learner lost when it died, and trained again, counts once."""
     groups_unknown: int | None
     """Groups that were trained without having been accepted."""
     groups_left: int | None
@@ -148,15 +152,16 @@ def summarise(
     """The summary of a run.
 
     Args:
-        metrics: lines of metrics.jsonl, one a step.
+        metrics: lines of metrics.jsonl; those that `lasting` leaves out do not count.
         events: lines of events.jsonl.
         queue: queue.json.
         staleness_bound: S of the configuration.
     """
+    metrics = lasting(metrics)
     rewards = numbers(metrics, "reward_mean")
     tenth = max(1, len(rewards) // 10)
     staleness = numbers(metrics, "staleness_max")
-    activations = _of_kind(events, "activation")
+    activations = of_kind(events, "activation")
     times = numbers(metrics, "time") + numbers(events, "time")
     before, after = _first_and_last_evaluation(events)
     return Summary(
@@ -172,18 +177,19 @@ def summarise(
         staleness_max=int(max(staleness)) if staleness else None,
         staleness_mean=_mean(numbers(metrics, "staleness_mean")),
         bound_violations=_violations(staleness, queue, staleness_bound),
-        **_audit(metrics, events, queue),
-        tickets_voided=_counts(_of_kind(events, "voided"), queue, "tickets_voided"),
+        **audit(metrics, events),
+        groups_dropped=_counts(of_kind(events, "dropped"), queue, "groups_dropped"),
+        tickets_voided=_counts(of_kind(events, "voided"), queue, "tickets_voided"),
         delta_bytes_mean=_mean(numbers(metrics, "delta_bytes")),
         full_bytes=_last_int(metrics, "full_bytes"),
-        checksum_mismatches=len(_of_kind(events, "checksum_mismatch")) if activations else None,
+        checksum_mismatches=len(of_kind(events, "checksum_mismatch")) if activations else None,
         pause_seconds_mean=_mean(numbers(_pauses(events), "pause_seconds")),
         **_time_shares(metrics, events),
         mismatch_kl=_mean(numbers(metrics, "mismatch_kl")),
         stale_tokens_trained=_stale_tokens(metrics),
         evaluations=[
             {key: event.get(key) for key in ("time", "environment", "version", "metrics")}
-            for event in _of_kind(events, "evaluation")
+            for event in of_kind(events, "evaluation")
         ],
     )
 
@@ -201,26 +207,37 @@ def learner_phases(metrics: list[Record]) -> list[tuple[str, float, float]]:
 def actor_intervals(events: list[Record]) -> dict[str, list[tuple[str, float, float]]]:
     """For every actor (name, start, end) of what it was doing, in Unix seconds."""
     actors: dict[str, list[tuple[str, float, float]]] = {}
-    for event in _of_kind(events, "activity"):
+    for event in of_kind(events, "activity"):
         rows = actors.setdefault(str(event.get("source")), [])
         rows.extend((str(name), float(start), float(end)) for name, start, end in event.get("intervals") or [])
     return actors
 
 
-def training_window(metrics: list[Record]) -> Interval | None:
-    """From the moment the first batch was leased to the end of the last phase."""
-    phases = learner_phases(metrics)
-    if not phases:
-        return None
+def training_windows(metrics: list[Record]) -> list[Interval]:
+    """From the moment the first batch was leased to the end of the last phase; one for each time that a learner ran."""
+    parts: list[list[Record]] = []
+    end = -math.inf
+    for record in metrics:
+        phases = learner_phases([record])
+        if not phases:
+            continue
+        if phases[0][1] > end + BREAK_SECONDS:
+            parts.append([])
+        parts[-1].append(record)
+        end = max(number(record, "time") or 0.0, *(until for _, _, until in phases))
+    return [window for part in parts if (window := _window(part))[1] > window[0]]
+
+
+def _window(metrics: list[Record]) -> Interval:
     first = learner_phases(metrics[:1])
     leased = [end for name, _, end in first if name == "wait"] or [start for _, start, _ in first]
-    return (min(leased), max(end for _, _, end in phases)) if leased else None
+    return min(leased), max(end for _, _, end in learner_phases(metrics))
 
 
 def evaluation_points(events: list[Record]) -> dict[str, list[tuple[int, float]]]:
     """For every environment (version, accuracy), mean over the actors that evaluated a version, by version."""
     found: dict[str, dict[int, list[float]]] = {}
-    for event in _of_kind(events, "evaluation"):
+    for event in of_kind(events, "evaluation"):
         version, accuracy = number(event, "version"), number(event.get("metrics") or {}, "accuracy")
         if version is not None and accuracy is not None:
             found.setdefault(str(event.get("environment")), {}).setdefault(int(version), []).append(accuracy)
@@ -245,24 +262,6 @@ def _violations(staleness: list[float], queue: Record | None, bound: int | None)
     return max(known) if known else None
 
 
-def _audit(metrics: list[Record], events: list[Record], queue: Record | None) -> dict[str, Any]:
-    """Where every group went."""
-    times_trained = Counter(group for record in metrics for group in record.get("group_ids") or [])
-    accepted = {event.get("group") for event in _of_kind(events, "accepted")}
-    drops = _of_kind(events, "dropped")
-    dropped = {event.get("group") for event in drops}
-    left = {event.get("group") for event in _of_kind(events, "left")}
-    finished = bool(_of_kind(events, "finished"))
-    return {
-        "groups_trained": times_trained.total(),
-        "groups_lost": len(accepted - dropped - left - times_trained.keys()) if finished else None,
-        "groups_duplicated": sum(n > 1 for n in times_trained.values()),
-        "groups_unknown": len(times_trained.keys() - accepted) if accepted else None,
-        "groups_left": len(left) if finished else None,
-        "groups_dropped": _counts(drops, queue, "groups_dropped"),
-    }
-
-
 def _counts(records: list[Record], queue: Record | None, key: str) -> dict[str, int] | None:
     """Records by reason; what the queue counted where its records are not there (None without either)."""
     if records:
@@ -272,7 +271,7 @@ def _counts(records: list[Record], queue: Record | None, key: str) -> dict[str, 
 
 
 def _time_shares(metrics: list[Record], events: list[Record]) -> dict[str, Any]:
-    """Rates and shares over the training window."""
+    """Rates and shares over the training windows."""
     names = (
         "learner_tokens_per_second",
         "actor_tokens_per_second",
@@ -281,12 +280,12 @@ def _time_shares(metrics: list[Record], events: list[Record]) -> dict[str, Any]:
         "overlap_share",
     )
     shares: dict[str, Any] = dict.fromkeys(names)
-    window = training_window(metrics)
-    if window is None or window[1] <= window[0]:
+    windows = training_windows(metrics)
+    if not windows:
         return shares
-    seconds = window[1] - window[0]
+    seconds = length(windows)
     trained = numbers(metrics, "tokens")
-    computing = _within(window, ((s, e) for name, s, e in learner_phases(metrics) if name not in WAITING))
+    computing = _within(windows, ((s, e) for name, s, e in learner_phases(metrics) if name not in WAITING))
     if trained:
         shares["learner_tokens_per_second"] = sum(trained) / seconds
     shares["learner_idle_share"] = 1 - length(computing) / seconds
@@ -295,29 +294,29 @@ def _time_shares(metrics: list[Record], events: list[Record]) -> dict[str, Any]:
         return shares
     known = generating = 0.0
     for rows in actors.values():
-        known += length(_within(window, ((s, e) for _, s, e in rows)))
-        generating += length(_within(window, ((s, e) for name, s, e in rows if name == "generating")))
+        known += length(_within(windows, ((s, e) for _, s, e in rows)))
+        generating += length(_within(windows, ((s, e) for name, s, e in rows if name == "generating")))
     any_generating = _within(
-        window, ((s, e) for rows in actors.values() for name, s, e in rows if name == "generating")
+        windows, ((s, e) for rows in actors.values() for name, s, e in rows if name == "generating")
     )
-    shares["actor_tokens_per_second"] = _tokens_sampled(events, window) / seconds
+    shares["actor_tokens_per_second"] = _tokens_sampled(events, windows) / seconds
     shares["actor_idle_share"] = 1 - generating / known if known else None
     shares["overlap_share"] = length(intersection(computing, any_generating)) / seconds
     return shares
 
 
-def _within(window: Interval, intervals: Iterable[Interval]) -> list[Interval]:
-    return intersection([window], union(intervals))
+def _within(windows: list[Interval], intervals: Iterable[Interval]) -> list[Interval]:
+    return intersection(windows, union(intervals))
 
 
-def _tokens_sampled(events: list[Record], window: Interval) -> float:
-    """Tokens in the window; a report that straddles its edge counts by its share of time inside."""
+def _tokens_sampled(events: list[Record], windows: list[Interval]) -> float:
+    """Tokens in the windows; a report that straddles an edge counts by its share of time inside."""
     tokens = 0.0
-    for event in _of_kind(events, "activity"):
+    for event in of_kind(events, "activity"):
         start, end, sampled = number(event, "start"), number(event, "end"), number(event, "tokens")
         if start is None or end is None or sampled is None or end <= start:
             continue
-        tokens += sampled * max(0.0, min(end, window[1]) - max(start, window[0])) / (end - start)
+        tokens += sampled * length(intersection(windows, [(start, end)])) / (end - start)
     return tokens
 
 
@@ -338,10 +337,6 @@ def _pauses(events: list[Record]) -> list[Record]:
 def _stale_tokens(metrics: list[Record]) -> int | None:
     histograms = [record["staleness_histogram"] for record in metrics if record.get("staleness_histogram") is not None]
     return sum(int(sum(histogram[1:])) for histogram in histograms) if histograms else None
-
-
-def _of_kind(events: list[Record], kind: str) -> list[Record]:
-    return [event for event in events if event.get("kind") == kind]
 
 
 def _mean(values: list[float]) -> float | None:

@@ -41,8 +41,9 @@ async def supervise(
     """Start every command and return when all have ended with code 0.
 
     The first that ends otherwise, or that ends while `finished()` is false, ends the others: SIGTERM, after
-    `grace_seconds` or when `hurry` is set SIGKILL to their process groups; then RoleFailed is raised. A cancellation
-    ends them the same way. In every case no process that came from them is left on return.
+    `grace_seconds` or when `hurry` is set SIGKILL to their process groups, and those with `ends_last` after the rest;
+    then RoleFailed is raised. A cancellation ends them the same way. In every case no process that came from them is
+    left on return.
     """
     descendants = Descendants()
     hurry = trio.Event() if hurry is None else hurry
@@ -72,6 +73,14 @@ async def supervise(
 
 
 async def _end(children: list[Child], descendants: Descendants, *, hurry: trio.Event, grace_seconds: float) -> None:
+    for last in (False, True):
+        together = [child for child in children if child.ends_last is last]
+        await _end_together(together, hurry=hurry, grace_seconds=grace_seconds)
+    for line in await descendants.end(patience=0 if hurry.is_set() else LEAVE_SECONDS):
+        logger.warning("killed a process that outlived its role: %s", line)
+
+
+async def _end_together(children: list[Child], *, hurry: trio.Event, grace_seconds: float) -> None:
     running = [child for child in children if child.code is None]
     for child in running:
         child.terminate()
@@ -99,5 +108,3 @@ async def _end(children: list[Child], descendants: Descendants, *, hurry: trio.E
             child.kill()
         await child.wait()
         child.close()
-    for line in await descendants.end(patience=0 if hurry.is_set() else LEAVE_SECONDS):
-        logger.warning("killed a process that outlived its role: %s", line)

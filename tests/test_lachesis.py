@@ -158,3 +158,23 @@ def test_a_failure_ends_with_its_cause_however_deeply_it_was_grouped(config, mon
     lines = capsys.readouterr().err.splitlines()
     assert lines[-2:] == ["lachesis validate: RuntimeError: the engine ended", "lachesis validate: OSError: gone"]
     assert any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--resume", "a.yaml", "x=1"], ["a.yaml", "--resume", "x=1"], ["a.yaml", "x=1", "--resume"]]
+)
+def test_overrides_may_stand_after_an_option(monkeypatch, arguments):
+    calls = []
+    launching = type(sys)("lachesis_deploy.launch")
+    launching.launch = lambda *given, **named: calls.append((*given, named))
+    monkeypatch.setitem(sys.modules, launching.__name__, launching)
+    assert lachesis.main(["launch", *arguments]) == 0
+    assert calls == [("a.yaml", ["x=1"], {"resume": True})]
+
+
+@pytest.mark.parametrize("extra", ["--again", "word"])
+def test_what_is_no_override_is_not_taken_for_one(extra, capsys):
+    with pytest.raises(SystemExit) as ended:
+        lachesis.main(["launch", "a.yaml", "--resume", extra])
+    assert ended.value.code == 2
+    assert f"unrecognized arguments: {extra}" in capsys.readouterr().err

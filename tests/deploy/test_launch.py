@@ -118,6 +118,52 @@ def test_a_signal_stops_all_roles(wanted, monkeypatch, capsys, number):
     assert "stopping all roles" in capsys.readouterr().out
 
 
+def stopped_run(*, steps):
+    """What a launch leaves in runs/toy that was stopped after so many steps."""
+    folder = Path("runs/toy")
+    (folder / "queue.db").touch()
+    (folder / "queue.json").write_text(json.dumps({"finished": steps == 2, "step": steps}))
+    return folder
+
+
+def test_a_stopped_run_goes_on_in_its_folder(wanted, monkeypatch, capsys):
+    roles(monkeypatch, learner=learner(1))
+    assert launch(wanted) == 1
+    folder = stopped_run(steps=1)
+    capsys.readouterr()
+    second = json.dumps({"step": 2, "time": 2000.0, "reward_mean": 0.2, "group_ids": ["2:0"]})
+    roles(monkeypatch, learner=f"open('metrics.jsonl', 'a').write({second!r} + '\\n')")
+    assert launch(wanted, ["learner.lr=1e-3"], resume=True) == 0
+    out = capsys.readouterr().out
+    assert f"run folder {folder} " in out
+    assert "step 2/2  reward 0.200" in out
+    assert "step 1/2" not in out
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
+    assert yaml.safe_load((folder / "config.yaml").read_text())["learner"]["lr"] == 1e-3
+    assert [path.name for path in Path("runs").iterdir()] == ["toy"]
+
+
+def test_a_finished_run_says_so_and_goes_on_when_it_shall_be_longer(wanted, monkeypatch, capsys):
+    roles(monkeypatch, learner=learner(2))
+    assert launch(wanted) == 0
+    stopped_run(steps=2)
+    roles(monkeypatch, learner="raise SystemExit(7)")
+    assert launch(wanted, resume=True) == 0
+    assert "runs/toy has finished: all 2 steps of run.steps are trained, nothing is left\n" in capsys.readouterr().out
+    assert launch(wanted, ["run.steps=3"], resume=True) == 1
+
+
+def test_nothing_to_resume(wanted, monkeypatch):
+    with pytest.raises(ConfigError, match="runs/toy is not there"):
+        launch(wanted, resume=True)
+    assert not Path("runs").exists()
+    roles(monkeypatch, learner=learner(1))
+    assert launch(wanted) == 1
+    stopped_run(steps=1)
+    with pytest.raises(ConfigError, match=r"staleness\.max: value 5, expected 2 to resume runs/toy"):
+        launch(wanted, ["staleness.max=5"], resume=True)
+
+
 def test_roles_are_the_commands_that_a_user_would_type():
     config = Config.model_validate({"actor": {"count": 2}})
     commands = role_commands(config, Path("/runs/toy/config.yaml"))
@@ -128,6 +174,8 @@ def test_roles_are_the_commands_that_a_user_would_type():
         ("actor-1", ("actor", "/runs/toy/config.yaml", "--index", "1")),
     ]
     assert commands[0].argv[:3] == (sys.executable, "-m", "lachesis")
+    # The others hand back to it what they hold.
+    assert [c.role for c in commands if c.ends_last] == ["queue"]
 
 
 def test_a_run_is_finished_with_its_last_step(tmp_path):

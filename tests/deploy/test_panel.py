@@ -73,6 +73,33 @@ async def test_plain_lines_when_stdout_is_no_terminal(tmp_path, capsys, autojump
     assert [line.split("  ")[0] for line in lines] == ["step 1/40", "step 2/40"]
 
 
+@pytest.mark.trio
+async def test_a_resumed_run_does_not_tell_its_first_part_again(tmp_path, capsys, autojump_clock):
+    path = tmp_path / "metrics.jsonl"
+
+    def write(path, *records):
+        path.write_text("".join(json.dumps(each) + "\n" for each in records))
+
+    write(path, record(1), record(2), record(3))
+    evaluation = {"kind": "evaluation", "environment": "sums", "version": 0, "metrics": {"accuracy": 0.5}}
+    write(tmp_path / "events.jsonl", evaluation)
+    with trio.move_on_after(9):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(show_progress, Config(), tmp_path)
+            await trio.sleep(1)
+            # The learner that comes back knows of two steps, and trains the third once more.
+            write(tmp_path / "new", record(1), record(2))
+            (tmp_path / "new").replace(path)
+            await trio.sleep(1)
+            with path.open("a") as file:
+                file.write(json.dumps(record(3, time=5000.0)) + "\n" + json.dumps(record(4, time=5002.0)) + "\n")
+            await trio.sleep(1)
+            nursery.cancel_scope.cancel()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 3/40", "step 4/40"]
+    assert lines[1].endswith("left 1:12")  # 36 steps of 2 s: the time before the resume is no pace
+
+
 def test_the_panel_shows_values_and_the_last_line_of_every_log(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "learner.log").write_text("first\nwaiting for a batch\n")

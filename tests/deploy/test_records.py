@@ -36,6 +36,29 @@ def test_reads_in_pieces_of_bounded_size(tmp_path):
     assert len(read_all(path)) == 5
 
 
+def test_a_file_that_was_replaced_is_read_from_its_beginning(tmp_path):
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "new"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    lines = JsonLines(path)
+    assert len(lines.read()) == 2
+    other.write_text('{"step": 1}\n{"step": 20}\n{"step": 21}\n')
+    other.replace(path)
+    assert [line["step"] for line in lines.read()] == [1, 20, 21]
+    path.write_text('{"step": 5}\n')  # shorter than before
+    assert lines.read() == [{"step": 5}]
+    assert lines.broken == 0
+
+
+def test_what_is_there_can_be_left_out(tmp_path):
+    path = tmp_path / "events.jsonl"
+    assert JsonLines(path, skip=True).read() == []
+    path.write_text('{"n": 1}\n')
+    lines = JsonLines(path, skip=True)
+    with path.open("a") as file:
+        file.write('{"n": 2}\n')
+    assert lines.read() == [{"n": 2}]
+
+
 def test_what_json_does_not_have_is_missing(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"a": NaN, "b": Infinity, "c": 2, "d": true, "e": "3"}\n')

@@ -104,6 +104,27 @@ def test_staleness_and_its_bound():
     assert counted.bound_violations == 3
 
 
+def test_steps_that_a_dead_learner_had_trained_count_once():
+    lost = [step(3, reward_mean=0.9, group_ids=["8:0"]), step(4, reward_mean=0.9)]
+    summary = summarise([step(1), step(2), *lost, step(3), step(4)], [], None, staleness_bound=2)
+    assert (summary.steps, summary.groups_trained, summary.groups_duplicated) == (4, 8, 0)
+    assert summary.reward_last == 0.04
+
+
+def test_the_time_while_a_run_was_stopped_does_not_count():
+    def later(record, seconds):
+        phases = [[name, start + seconds, end + seconds] for name, start, end in record["phases"]]
+        return {**record, "time": record["time"] + seconds, "phases": phases}
+
+    # Without the break this is test_shares_of_time_are_taken_from_the_first_lease_on, twice.
+    metrics = [step(1), step(2), later(step(3), 1000), later(step(4), 1000)]
+    events = [activity(T, T + 40, 80, [["generating", T, T + 40]])]
+    summary = summarise(metrics, events, None, staleness_bound=2)
+    assert summary.learner_idle_share == pytest.approx(8 / 32)
+    assert summary.learner_tokens_per_second == pytest.approx(400 / 32)
+    assert summary.actor_tokens_per_second == pytest.approx(80 * 16 / 40 / 32)
+
+
 def test_every_group_is_accounted_for():
     metrics = [step(1), step(2)]
     events = [*accepted(2), {"kind": "accepted", "group": "9:0"}, {"kind": "accepted", "group": "9:1"}]

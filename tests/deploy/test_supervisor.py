@@ -172,3 +172,26 @@ def test_descendants_leaves_older_children_alone():
     finally:
         older.kill()
         older.wait()
+
+
+@pytest.mark.trio
+async def test_what_the_others_need_ends_after_them(tmp_path):
+    note = "import signal, sys, time\ndef end(*_):\n {body}\n sys.exit(0)\nsignal.signal(signal.SIGTERM, end)\n"
+    note += "open('{path}/{role}.up', 'w').close()\ntime.sleep(60)"
+    slow = f"time.sleep(0.3); open('{tmp_path}/order', 'a').write('learner ')"
+    fast = f"open('{tmp_path}/order', 'a').write('queue ')"
+    queue = note.format(body=fast, path=tmp_path, role="queue")
+    learner = note.format(body=slow, path=tmp_path, role="learner")
+    commands = [
+        Command(role="queue", argv=(sys.executable, "-S", "-c", queue), ends_last=True),
+        python("learner", learner),
+    ]
+    async with trio.open_nursery() as nursery:
+
+        async def run():
+            await supervise(commands, logs=tmp_path)
+
+        nursery.start_soon(run)
+        await until(lambda: len(list(tmp_path.glob("*.up"))) == 2)
+        nursery.cancel_scope.cancel()
+    assert (tmp_path / "order").read_text() == "learner queue "

@@ -1,0 +1,82 @@
+"""Going on with a run in its folder: which one it is, whether anything is left to do, and what may have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lachesis_configs.load import ConfigError, load_config
+from lachesis_configs.schema import Config
+from lachesis_deploy.audit import lasting
+from lachesis_deploy.folder import CONFIG, METRICS, QUEUE, STATE, default_folder, earlier_folders
+from lachesis_deploy.records import number, numbers, read_all, read_json
+
+FIXED = {
+    "run.seed": "the queue numbers the prompts that it gives",
+    "model.path": "the checkpoints are of that model",
+    "queue.batch_groups": "the queue has promised places in batches of that size",
+    "staleness.max": "the queue has promised deadlines under that bound",
+    "learner.ranks": "the optimizer's state is split over as many",
+    "learner.precision": "the optimizer's state is for it",
+    "learner.betas": "they are part of the optimizer's state",
+    "learner.weight_decay": "it is part of the optimizer's state",
+}
+"""Keys that hold for the whole run, and why."""
+
+PROMPTS = ("path", "options")
+"""What an environment of one name keeps: the queue remembers by number which of its prompts are used."""
+
+
+def folder_to_resume(config: Config, config_path: str) -> Path:
+    """The folder of the newest run of `config`: NAME or the highest of NAME-2, NAME-3, ... that has a queue's state.
+
+    A configuration that lies in a run folder means the run there. Raises ConfigError when there is nothing to resume.
+    """
+    wanted = default_folder(config)
+    inside = Path(config_path).resolve() == (wanted / CONFIG).resolve()
+    folders = [wanted] if inside else list(earlier_folders(wanted))
+    for folder in reversed(folders):
+        if (folder / STATE).is_file():
+            return folder
+    found = f"holds no {STATE}" if folders else "is not there"
+    raise ConfigError([f"--resume: {wanted} {found}, expected the folder of a run; without --resume a new one starts"])
+
+
+def nothing_left(config: Config, folder: Path) -> bool:
+    """Whether the run in `folder` has finished with all the steps of `config`."""
+    queue = read_json(folder / QUEUE) or {}
+    return queue.get("finished") is True and (number(queue, "step") or 0) >= config.run.steps
+
+
+def check_resumable(config: Config, folder: Path) -> None:
+    """Raises ConfigError with a line for each key of `config` (resolved) that the run in `folder` cannot change."""
+    before = load_config(folder / CONFIG)
+    lines = [
+        f"{key}: value {new!r}, expected {old!r} to resume {folder}: {why}"
+        for key, old, new, why in _changes(before, config)
+        if old != new
+    ]
+    trained = max(numbers(lasting(read_all(folder / METRICS)), "step"), default=0)
+    if config.run.steps < trained:
+        expected = f"expected {trained:.0f} or more to resume {folder}: so many are trained"
+        lines.append(f"run.steps: value {config.run.steps}, {expected}")
+    if lines:
+        raise ConfigError(lines)
+
+
+def _changes(before: Config, after: Config) -> Iterator[tuple[str, Any, Any, str]]:
+    for key, why in FIXED.items():
+        section, name = key.split(".")
+        yield key, getattr(getattr(before, section), name), getattr(getattr(after, section), name), why
+    known = {environment.name: environment for environment in before.environments}
+    for i, environment in enumerate(after.environments):
+        if environment.name in known:
+            for name in PROMPTS:
+                why = f"the queue knows which prompts of {environment.name} are used"
+                yield (
+                    f"environments.{i}.{name}",
+                    getattr(known[environment.name], name),
+                    getattr(environment, name),
+                    why,
+                )
