@@ -3,7 +3,7 @@
     RUN/checkpoints/00000012/
         config.json, model.safetensors, tokenizer...   the policy in bf16: AutoModelForCausalLM.from_pretrained reads it
         deepspeed/                                     DeepSpeed's own state, one file a rank
-        record.json                                    written last: version, parent, step, run
+        record.json                                    written last: version, parent, step, run, queue
 
 A checkpoint is written under a hidden name, synced to disk and then renamed, so a crash at any moment leaves the older
 ones as they were. Rank 0 begins and completes it; in between all ranks write into it.
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the layout. An unknown one is refused."""
 
 FOLDER = "checkpoints"
@@ -43,6 +43,8 @@ class Record:
     """Batches trained until then."""
     run: str
     """Name of the run."""
+    queue: str | None
+    """Id of the queue whose versions these are; None when the groups came from a file."""
     ranks: int
     """Learner ranks that wrote it: the optimizer's state loads only under as many."""
 
@@ -111,12 +113,16 @@ def _read_record(path: Path) -> Record:
         raise CheckpointError(f"{where}: not JSON ({error})") from None
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         found = raw.get("schema") if isinstance(raw, dict) else raw
-        raise CheckpointError(f"{where}: schema: version {found!r}, this learner reads version {SCHEMA}")
+        raise CheckpointError(
+            f"{where}: schema: version {found!r}, this learner reads version {SCHEMA}; the weights beside it can still "
+            "start a new run (model.path)"
+        )
     return Record(
         version=_field(where, raw, "version", int),
         parent=None if raw.get("parent") is None else _field(where, raw, "parent", int),
         step=_field(where, raw, "step", int),
         run=_field(where, raw, "run", str),
+        queue=None if raw.get("queue") is None else _field(where, raw, "queue", str),
         ranks=_field(where, raw, "ranks", int),
     )
 

@@ -18,6 +18,7 @@ import trio
 
 from lachesis_configs.schema import Weights
 from lachesis_learner.publisher import Publisher, PublishReport
+from lachesis_transport.client import QueueError
 from lachesis_transport.consumer import Consumer, open_consumer
 from lachesis_transport.keys import Keys
 from lachesis_transport.weights.layout import Layout
@@ -31,6 +32,14 @@ CLOSE_SECONDS = 10.0
 
 class ExchangeEnded(RuntimeError):
     """The input and output of the learner ended; the cause is chained."""
+
+
+def refusal(error: ExchangeEnded) -> QueueError | None:
+    """The queue's refusal that ended the input and output: another learner took over, say."""
+    cause: BaseException | None = error.__cause__
+    while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+        cause = cause.exceptions[0]
+    return cause if isinstance(cause, QueueError) else None
 
 
 class TrioThread:
@@ -137,8 +146,11 @@ class Exchange(TrioThread):
         return self.submit(self._open_publisher, weights, layout, device)
 
     def publish(self, *, version: int, parent: int | None, blobs: Sequence[bytes]) -> Future[PublishReport]:
-        """Publish a version and tell the queue when every healthy member has it, or the deadline passed.
-        The queue logs the report as an event of kind `publication`."""
+        """Publish a version; the result comes when every healthy member has it, or the deadline passed.
+
+        The queue learns of the version before any member does, and the report afterwards as an event of kind
+        `publication`.
+        """
         return self.submit(partial(self._publish, version=version, parent=parent, blobs=blobs))
 
     def leave(self) -> Future[None]:
@@ -170,10 +182,10 @@ class Exchange(TrioThread):
         await self.start(self.publisher.serve)
 
     async def _publish(self, *, version: int, parent: int | None, blobs: Sequence[bytes]) -> PublishReport:
+        await self.consumer.published(version)
         report = await self.publisher.publish(version=version, parent=parent, blobs=blobs)
         for actor, reason in report.removed.items():
             logger.warning("version %d: actor %s was removed: %s", version, actor, reason)
-        await self.consumer.published(version)
         self.consumer.report(
             "publication",
             version=version,

@@ -28,8 +28,9 @@ from lachesis_learner.checkpoint import (
     complete_checkpoint,
     newest_checkpoint,
 )
-from lachesis_learner.metrics import MetricsWriter, Phases
+from lachesis_learner.metrics import MetricsWriter, Phases, step_line
 from lachesis_learner.ranks import TICK_SECONDS, Kind, Ranks, prepare_process
+from lachesis_learner.welcome import check_welcome
 from lachesis_transport.groups_file import read_groups
 from lachesis_transport.keys import load_keys
 from lachesis_transport.messages import Batch, Group, MessageError, Scores, pack, unpack
@@ -171,15 +172,19 @@ class _Lead(_Rank):
         """Batches trained in this run."""
         self.version = 0
         self.parent: int | None = None
+        self.unnamed = False
+        """Whether the weights were trained further than `version`: the queue has not given their own one yet."""
         self.unsaved = False
         """Whether something was trained since the last checkpoint."""
+        self.phases = Phases()
+        """Of the next line of metrics."""
         self.checkpoint = newest_checkpoint(folder)
         if self.checkpoint is not None:
             self._resume(self.checkpoint)
 
     def run(self) -> None:
         """Train from the queue until run.steps batches are done or a signal stops it."""
-        from lachesis_learner.exchange import Exchange
+        from lachesis_learner.exchange import Exchange, ExchangeEnded, refusal
 
         exchange = Exchange(self.config.queue.address, keys=load_keys(self.config))
         try:
@@ -187,18 +192,31 @@ class _Lead(_Rank):
                 self._run(exchange, metrics)
         except Stopped:
             logger.info("stopped at version %d, step %d", self.version, self.step)
+        except ExchangeEnded as error:
+            raise (refusal(error) or error) from error
         finally:
             exchange.close()
 
     def replay(self, path: Path) -> None:
-        """Train the groups of a file in order. Raises ConfigError when it can't be read or holds none."""
+        """Train the groups of a file in order.
+
+        Raises ConfigError when it can't be read or holds none, or when the run folder is that of a run with a queue.
+        """
         if not path.is_file():
             raise ConfigError([f"--replay: no file {path}"])
+        if self.checkpoint is not None and self.checkpoint.record.queue is not None:
+            raise ConfigError(
+                [
+                    f"--folder: {self.folder} holds {self.checkpoint.path.name}, a checkpoint of the run with queue "
+                    f"{self.checkpoint.record.queue}; expected a folder of its own for --replay"
+                ]
+            )
         size = self.config.queue.batch_groups
         line = None
         with MetricsWriter(self.folder, step=self.step) as metrics:
             try:
                 groups = islice(read_groups(path), self.step * size, None)
+                self.phases = Phases()
                 while self.step < self.config.run.steps and not self.stop.requested:
                     chosen = tuple(islice(groups, size))
                     if not chosen:
@@ -214,17 +232,19 @@ class _Lead(_Rank):
             print(json.dumps(line), flush=True)
 
     def _replay_batch(self, batch: Batch, metrics: MetricsWriter) -> dict[str, Any]:
-        phases = Phases()
+        phases = self.phases
         trained = self._train(batch, phases)
-        self.parent, self.version = batch.version, batch.version + 1
+        self._name(batch.version + 1)
+        line = metrics.write(step_line(batch, trained, phases, [], step=self.step, published=self.version))
+        self.phases = Phases()
         if self.step % self.config.learner.checkpoint_every == 0:
-            with phases.phase("checkpoint"):
+            with self.phases.phase("checkpoint"):
                 self._save()
-        return metrics.write(self._line(batch, trained, phases, []))
+        return line
 
     def _run(self, exchange: Exchange, metrics: MetricsWriter) -> None:
         self._await(exchange.connect())
-        self._check_welcome(exchange)
+        check_welcome(self.config, exchange.consumer, self.checkpoint)
         if exchange.consumer.state.finished:
             logger.info("the run has finished already; nothing to train")
             return
@@ -235,56 +255,53 @@ class _Lead(_Rank):
             exchange.open_publisher(self.config.weights, self.encoder.layout, device=self.ranks.device), patient=True
         )
         publication = exchange.publish(version=self.version, parent=self.parent, blobs=blobs)
+        self.phases = Phases()
         try:
             while self.step < self.config.run.steps and not self.stop.requested:
                 publication = self._batch(exchange, metrics, publication)
             self._await(publication, patient=True)
         except Stopped:
             pass
-        if self.unsaved:
-            self._save()
+        if self.unnamed:
+            logger.warning("the queue is away: batch %d is lost with this learner, and trained again", self.version)
+        elif self.unsaved:
+            self._save(queue=exchange.consumer.queue_id)
             self._commit(exchange)
-        if self.step >= self.config.run.steps:
+        if not self.unnamed and self.step >= self.config.run.steps:
             self._await(exchange.submit(exchange.consumer.finish, self.version))
             self._await(exchange.submit(exchange.publisher.finish), patient=True)
             logger.info("finished: %d steps, version %d", self.step, self.version)
         self._await(exchange.leave(), patient=True)
 
     def _batch(self, exchange: Exchange, metrics: MetricsWriter, publication: Future[Any]) -> Future[Any]:
-        """One batch from the lease to the hand-over of the new version; returns its publication, still under way."""
-        consumer, phases = exchange.consumer, Phases()
-        # The queue leases only for a version that is published.
+        """One batch from the lease to the hand-over of the new version; returns its publication, still under way.
+
+        Its line of metrics is written before the checkpoint, so that no checkpoint holds a step without a line; the
+        time of the checkpoint is in the next line.
+        """
+        consumer, phases = exchange.consumer, self.phases
+        # The queue leases a version as soon as it knows it, but actors shall have it before the next one comes.
         with phases.phase("publish_wait"):
             self._await(publication, patient=True)
         with phases.phase("wait"):
             batch = self._await(exchange.submit(consumer.lease, self.version))
         trained = self._train(batch, phases)
-        self._await(exchange.submit(consumer.trained, self.version), patient=True)
-        reserved = self._await(exchange.submit(consumer.reserve, self.version), patient=True)
-        self.parent, self.version = self.version, reserved
+        checkpoint_wanted = self._await(exchange.submit(consumer.trained, self.version), patient=True)
+        self._name(self._await(exchange.submit(consumer.reserve, self.version), patient=True))
         with phases.phase("encode"):
             blobs = self._encode(anchor=False)
         publication = exchange.publish(version=self.version, parent=self.parent, blobs=blobs)
-        if self.step % self.config.learner.checkpoint_every == 0 or consumer.checkpoint_wanted:
-            with phases.phase("checkpoint"):
-                self._save()
+        metrics.write(step_line(batch, trained, phases, blobs, step=self.step, published=self.version))
+        self.phases = Phases()
+        if self.step % self.config.learner.checkpoint_every == 0 or checkpoint_wanted:
+            with self.phases.phase("checkpoint"):
+                self._save(queue=consumer.queue_id)
                 self._commit(exchange)
-        metrics.write(self._line(batch, trained, phases, blobs))
         return publication
 
-    def _check_welcome(self, exchange: Exchange) -> None:
-        welcome, config = exchange.consumer.welcome, self.config
-        lines = [
-            f"{key}: value {ours}, but the queue at {config.queue.address} runs with {theirs}; expected the same"
-            for key, ours, theirs in (
-                ("queue.batch_groups", config.queue.batch_groups, welcome.batch_groups),
-                ("staleness.max", config.staleness.max, welcome.staleness_max),
-                ("run.steps", config.run.steps, welcome.steps),
-            )
-            if ours != theirs
-        ]
-        if lines:
-            raise ConfigError(lines)
+    def _name(self, version: int) -> None:
+        """The weights that were just trained are `version`."""
+        self.parent, self.version, self.unnamed = self.version, version, False
 
     def _reserve_first(self, exchange: Exchange) -> None:
         """The version under which the weights at hand are published first."""
@@ -303,10 +320,8 @@ class _Lead(_Rank):
             if self.checkpoint is None:
                 raise
             raise QueueError(
-                f"{self.checkpoint.path} is a checkpoint of version {self.parent} of run "
-                f"{self.checkpoint.record.run!r}, which the queue at {self.config.queue.address} of run "
-                f"{consumer.welcome.run_name!r} refused as a parent: {error}. Start from the checkpoint in a new run "
-                "(model.path) or give this learner the queue that it had"
+                f"{self.checkpoint.path} is a checkpoint of version {self.parent}, which the queue "
+                f"{consumer.queue_id} at {self.config.queue.address} refused as a parent: {error}"
             ) from error
 
     def _resume(self, checkpoint: Checkpoint) -> None:
@@ -325,14 +340,14 @@ class _Lead(_Rank):
             self._all("train", batch.to_wire())
         trained = self.trainer.train(batch, phases)
         self.step += 1
-        self.unsaved = True
+        self.unnamed = self.unsaved = True
         return trained
 
     def _encode(self, *, anchor: bool) -> list[bytes]:
         self._all("encode", {"anchor": anchor})
         return self.encode(anchor=anchor)
 
-    def _save(self) -> None:
+    def _save(self, *, queue: str | None = None) -> None:
         part = begin_checkpoint(self.folder, version=self.version)
         self._all("save", {"folder": str(part)})
         self.trainer.save(part)
@@ -341,6 +356,7 @@ class _Lead(_Rank):
             parent=self.parent,
             step=self.step,
             run=self.config.run.name,
+            queue=queue,
             ranks=self.ranks.size,
         )
         self.checkpoint = complete_checkpoint(part, record, keep=self.config.learner.keep_checkpoints)
@@ -368,45 +384,6 @@ class _Lead(_Rank):
             if self.stop.requested and (not patient or time.monotonic() > self.stop.since + GOODBYE_SECONDS):
                 raise Stopped
             self.ranks.send("tick")
-
-    def _line(self, batch: Batch, trained: Trained, phases: Phases, blobs: list[bytes]) -> dict[str, Any]:
-        from lachesis_learner.shards import ShardBlob
-
-        parts = [ShardBlob.from_wire(blob) for blob in blobs]
-        total = sum(part.total for part in parts)
-        elapsed = phases.elapsed
-        metrics = trained.sums.finalise()
-        own = Scores()
-        for group in batch.groups:
-            own += Scores.of([t.score for t in group.trajectories])
-        return {
-            "step": self.step,
-            "version": batch.version,
-            "published": self.version,
-            "time": time.time(),
-            "reward_mean": batch.scores.mean,
-            "reward_std": batch.scores.std,
-            "reward_groups": batch.scores.groups,
-            "trained_reward_mean": own.mean,
-            "groups": len(batch.groups),
-            "group_ids": [group.group_id for group in batch.groups],
-            **metrics,
-            "tokens_processed": trained.tokens,
-            "padding_share": trained.padding / (trained.tokens + trained.padding),
-            "grad_norm": trained.grad_norm,
-            "lr": trained.lr,
-            **{
-                f"seconds_{name}": phases.seconds(name)
-                for name in ("wait", "proximal", "forward_backward", "step", "encode", "publish_wait", "checkpoint")
-            },
-            "seconds_total": elapsed,
-            "tokens_per_second": metrics["tokens"] / elapsed,
-            "delta_bytes": sum(len(part.payload) for part in parts) if parts else None,
-            "full_bytes": 2 * total if parts else None,
-            "changed_share": sum(part.changed for part in parts) / total if parts else None,
-            "dropped": batch.dropped,
-            "phases": phases.intervals,
-        }
 
 
 def _recorded(groups: tuple[Group, ...], *, version: int) -> Batch:

@@ -6,14 +6,22 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+from lachesis_transport.messages import Batch, Scores
+
+if TYPE_CHECKING:
+    from lachesis_learner.trainer import Trained
 
 METRICS = "metrics.jsonl"
 ABANDONED = "metrics.abandoned.jsonl"
 TENSORBOARD = "tensorboard"
+
+PHASES = ("wait", "proximal", "forward_backward", "step", "encode", "publish_wait", "checkpoint")
+"""What a learner does, by the names that `Phases` gets."""
 
 
 class MetricsWriter:
@@ -42,7 +50,7 @@ class MetricsWriter:
         self._file.close()
 
     def write(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Append one step and flush it; returns the line as it was written.
+        """Append one step, durably: a checkpoint that comes later holds no step without a line. Returns the line.
 
         `line` needs an int `step`. NaN and infinite numbers become null, as JSON has none. Numbers, also those in maps
         (as NAME/KEY), become TensorBoard scalars.
@@ -50,10 +58,60 @@ class MetricsWriter:
         clean = {key: _plain(value) for key, value in line.items()}
         self._file.write(json.dumps(clean, allow_nan=False) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())
         for key, value in clean.items():
             for name, number in _scalars(key, value):
                 self._events.add_scalar(name, number, clean["step"])
         return clean
+
+
+def step_line(
+    batch: Batch, trained: Trained, phases: Phases, blobs: Sequence[bytes], *, step: int, published: int
+) -> dict[str, Any]:
+    """The line of one step.
+
+    Args:
+        batch: what was trained.
+        trained: what came of it.
+        phases: since the line before.
+        blobs: what was published, one a rank; none without a publication.
+        step: batches trained, this one included.
+        published: version of the new weights.
+    """
+    from lachesis_learner.shards import ShardBlob
+
+    parts = [ShardBlob.from_wire(blob) for blob in blobs]
+    total = sum(part.total for part in parts)
+    elapsed = phases.elapsed
+    metrics = trained.sums.finalise()
+    own = Scores()
+    for group in batch.groups:
+        own += Scores.of([t.score for t in group.trajectories])
+    return {
+        "step": step,
+        "version": batch.version,
+        "published": published,
+        "time": time.time(),
+        "reward_mean": batch.scores.mean,
+        "reward_std": batch.scores.std,
+        "reward_groups": batch.scores.groups,
+        "trained_reward_mean": own.mean,
+        "groups": len(batch.groups),
+        "group_ids": [group.group_id for group in batch.groups],
+        **metrics,
+        "tokens_processed": trained.tokens,
+        "padding_share": trained.padding / (trained.tokens + trained.padding),
+        "grad_norm": trained.grad_norm,
+        "lr": trained.lr,
+        **{f"seconds_{name}": phases.seconds(name) for name in PHASES},
+        "seconds_total": elapsed,
+        "tokens_per_second": metrics["tokens"] / elapsed,
+        "delta_bytes": sum(len(part.payload) for part in parts) if parts else None,
+        "full_bytes": 2 * total if parts else None,
+        "changed_share": sum(part.changed for part in parts) / total if parts else None,
+        "dropped": batch.dropped,
+        "phases": phases.intervals,
+    }
 
 
 class Phases:

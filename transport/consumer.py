@@ -28,9 +28,8 @@ class Consumer:
 
     def __init__(self, client: QueueClient) -> None:
         self._client = client
-        self._queue_id = client.queue_id
-        self.checkpoint_wanted = False
-        """Whether the queue holds so much that no checkpoint covers that it asks for one; as of the last lease."""
+        self.queue_id = client.queue_id
+        """Names the state of the queue that said hello first: only there do this learner's versions mean anything."""
 
     @property
     def welcome(self) -> Welcome:
@@ -55,18 +54,19 @@ class Consumer:
         return take(reply, "version", int)
 
     async def published(self, version: int) -> None:
-        """Actors have `version`, or will soon: it is the newest."""
+        """`version` is the newest. Say so before any actor gets it: the queue refuses tokens of a newer one."""
         await self._request("published", f"version {version} to be noted as published", version=version)
 
     async def lease(self, version: int) -> Batch:
         """The batch to train `version` with, waiting until it is complete; the same one until it is trained."""
         reply = await self._request("lease", f"the batch that trains version {version}", version=version)
-        self.checkpoint_wanted = take(reply, "checkpoint_wanted", bool)
         return Batch.from_wire(take(reply, "batch", dict))
 
-    async def trained(self, version: int) -> None:
-        """The batch leased for `version` has changed the weights."""
-        await self._request("trained", f"batch {version} to be noted as trained", version=version)
+    async def trained(self, version: int) -> bool:
+        """The batch leased for `version` has changed the weights. Returns whether the queue wants a checkpoint now,
+        as it holds much that none covers."""
+        reply = await self._request("trained", f"batch {version} to be noted as trained", version=version)
+        return take(reply, "checkpoint_wanted", bool) if "checkpoint_wanted" in reply else False
 
     async def commit(self, version: int, checkpoint: str) -> None:
         """A durable checkpoint holds the weights of `version`: the groups that made it may be forgotten."""
@@ -79,7 +79,7 @@ class Consumer:
         await self._request("finish", "the end of the run to be noted", version=version)
 
     async def _request(self, op: str, waits_for: str, **fields: Any) -> dict[str, Any]:
-        return await self._client.request(op, waits_for=waits_for, queue_id=self._queue_id, **fields)
+        return await self._client.request(op, waits_for=waits_for, queue_id=self.queue_id, **fields)
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from lachesis_learner.checkpoint import (
 
 
 def _record(version: int) -> Record:
-    return Record(version=version, parent=version - 1, step=version, run="demo", ranks=2)
+    return Record(version=version, parent=version - 1, step=version, run="demo", queue="a1b2", ranks=2)
 
 
 def _write(run: Path, version: int, *, keep: int = 2) -> Path:
@@ -42,11 +42,12 @@ def test_a_complete_checkpoint_is_found_with_its_record(tmp_path: Path) -> None:
     assert found is not None
     assert (found.path, found.record) == (path, _record(7))
     assert json.loads((path / "record.json").read_text()) == {
-        "schema": 1,
+        "schema": 2,
         "version": 7,
         "parent": 6,
         "step": 7,
         "run": "demo",
+        "queue": "a1b2",
         "ranks": 2,
     }
     assert (path / "deepspeed" / "rank-0").read_bytes() == b"state"
@@ -86,10 +87,11 @@ def test_a_version_is_written_once(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "record.json: not JSON"),
-        ("[]", r"schema: version \[\], this learner reads version 1"),
-        ('{"schema": 2}', "schema: version 2, this learner reads version 1"),
-        ('{"schema": 1, "version": "7"}', "version: '7', expected int"),
-        ('{"schema": 1, "version": 7, "parent": null, "step": true}', "step: True, expected int"),
+        ("[]", r"schema: version \[\], this learner reads version 2"),
+        ('{"schema": 1}', "schema: version 1, this learner reads version 2; .* start a new run"),
+        ('{"schema": 2, "version": "7"}', "version: '7', expected int"),
+        ('{"schema": 2, "version": 7, "parent": null, "step": true}', "step: True, expected int"),
+        ('{"schema": 2, "version": 7, "parent": 6, "step": 7, "run": "x", "queue": 3}', "queue: 3, expected str"),
     ],
 )
 def test_a_malformed_record_is_an_error(tmp_path: Path, text: str, message: str) -> None:

@@ -104,7 +104,9 @@ def test_replay_on_two_ranks_resumes_as_if_never_stopped(tmp_path: Path, tiny_mo
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [i for line in lines for i in line["group_ids"]] == [f"{i}:0" for i in range(GROUPS)]
     record = json.loads((two.parent / "checkpoints" / "00000006" / "record.json").read_text())
-    assert record == {"schema": 1, "version": 6, "parent": 5, "step": 6, "run": "run", "ranks": 2}
+    assert record == {
+        "schema": 2, "version": 6, "parent": 5, "step": 6, "run": "run", "queue": None, "ranks": 2,
+    }  # fmt: skip
 
     _finish(whole)
     for resumed, straight in zip(lines, _metrics(tmp_path / "whole"), strict=True):

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import trio
+import zmq
+
+from lachesis_learner.exchange import Exchange, ExchangeEnded, refusal
+from lachesis_transport.client import QueueError
+from lachesis_transport.messages import pack, unpack
+from lachesis_transport.sockets import open_socket
+
+STATE = {"current": 0, "step": 0, "finished": False, "final": None}
+WELCOME = {"run_name": "toy", "batch_groups": 2, "staleness_max": 1, "steps": 4, "state": STATE, "queue": "q"}
+FENCED = {"ok": False, "code": "fenced", "error": "learner 'learner' was superseded by a newer one"}
+STRANGER = {"ok": False, "code": "hello", "error": "expected a hello"}
+
+pytestmark = pytest.mark.trio
+
+
+async def answer(socket, *, fence_after: int):
+    """A queue that welcomes a learner `fence_after` times, does not know it, and then has a newer one."""
+    hellos = 0
+    while True:
+        route, frame = await socket.receive()
+        message = unpack(frame.buffer)
+        hello = message["op"] == "hello"
+        hellos += hello
+        reply = STRANGER
+        if hello:
+            reply = FENCED if hellos > fence_after else {"ok": True, **WELCOME}
+        await socket.send([route.bytes, pack({"id": message["id"], **reply})])
+
+
+async def test_a_fenced_learner_is_told_so_at_its_hello():
+    async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as socket, trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: answer(socket, fence_after=0))
+        exchange = Exchange(socket.address)
+        with pytest.raises(QueueError, match="hello: learner 'learner' was superseded by a newer one"):
+            await trio.to_thread.run_sync(exchange.connect().result, 10)
+        exchange.close()
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_learner_that_is_fenced_later_ends_with_the_queues_reason():
+    async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as socket, trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: answer(socket, fence_after=1))
+        exchange = Exchange(socket.address)
+        await trio.to_thread.run_sync(exchange.connect().result, 10)
+        assert exchange.consumer.queue_id == "q"
+        # Its heartbeat finds out by itself.
+        with pytest.raises(ExchangeEnded) as ended:
+            await trio.to_thread.run_sync(exchange.submit(trio.sleep_forever).result, 10)
+        assert str(refusal(ended.value)) == "hello: learner 'learner' was superseded by a newer one"
+        exchange.close()
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_queue_knows_a_version_before_any_member_has_it():
+    calls = []
+
+    class Recorder:
+        async def published(self, version):
+            calls.append(("queue", version))
+
+        async def publish(self, *, version, parent, blobs):
+            calls.append(("members", version, parent, blobs))
+            return SimpleNamespace(
+                removed={}, bytes=1, full_bytes=2, seconds=0.5, members=("a",), channel="stream", checksum="c"
+            )
+
+        def report(self, kind, **fields):
+            calls.append((kind, fields["version"], fields["members"]))
+
+    exchange = Exchange("tcp://127.0.0.1:1")
+    exchange.consumer = exchange.publisher = Recorder()
+    exchange.publish(version=4, parent=3, blobs=[b"x"]).result(10)
+    exchange.close()
+    assert calls == [("queue", 4), ("members", 4, 3, [b"x"]), ("publication", 4, ["a"])]
