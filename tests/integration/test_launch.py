@@ -133,7 +133,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def check_summary(folder, *, steps):
+def check_summary(folder, *, steps, final=None):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == steps
     assert (summary["staleness_bound"], summary["bound_violations"]) == (1, 0)
@@ -142,7 +142,7 @@ def check_summary(folder, *, steps):
     assert (summary["groups_lost"], summary["groups_duplicated"], summary["groups_unknown"]) == (0, 0, 0)
     assert summary["checksum_mismatches"] == 0
     assert summary["eval_before_version"] == 0
-    assert summary["eval_after_version"] == steps
+    assert summary["eval_after_version"] == (steps if final is None else final)
     assert 0 <= summary["reward_first"] <= 1
     assert 0 < summary["delta_bytes_mean"] < summary["full_bytes"]
     assert summary["learner_tokens_per_second"] > 0
@@ -225,3 +225,42 @@ def test_ctrl_c_ends_every_role_well(config, start, tmp_path):
     assert launch.wait(seconds=60) == 130
     assert launch.left() == []
     assert "is killed" not in launch.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_was_ended_goes_on_in_its_folder(config, start, tmp_path, number):
+    folder = tmp_path / "run"
+    own = ("run.steps=6", "learner.checkpoint_every=2")
+    launch = start("launch", config, *own)
+    launch.until(lambda: len(lines(folder / "metrics.jsonl")) >= 3, seconds=START_SECONDS)
+    os.kill(launch.process.pid, number)
+    assert launch.wait(seconds=90) == (130 if number == signal.SIGINT else -number)
+    deadline = time.monotonic() + 30
+    while launch.left():
+        launch.watch()
+        assert time.monotonic() < deadline, launch.left()
+        time.sleep(0.1)
+    before = lines(folder / "metrics.jsonl")
+
+    changed = start("launch", config, *own, "--resume", "queue.batch_groups=3")
+    assert changed.wait(seconds=60) == 2
+    assert "queue.batch_groups: value 3, expected 2 to resume" in changed.text
+
+    resumed = start("launch", config, *own, "--resume")
+    assert resumed.wait(seconds=240) == 0, resumed.text
+    assert resumed.left() == []
+    metrics = lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    # A stop loses nothing, a kill at most what is younger than the last checkpoint.
+    kept = [line for line in before if line in metrics]
+    assert len(kept) == len(before) if number == signal.SIGINT else len(kept) >= 2
+    versions = [line["version"] for line in metrics]
+    assert versions == sorted(set(versions))
+    assert versions[len(kept)] > before[-1]["version"]  # a version of its own for the weights of the checkpoint
+    check_summary(folder, steps=6, final=metrics[-1]["published"])
+    assert "step 1/6" not in resumed.text
+    assert not (tmp_path / "run-2").exists()
+
+    again = start("launch", config, *own, "--resume")
+    assert again.wait(seconds=60) == 0
+    assert "has finished: all 6 steps" in again.text

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import trio
 import zmq
 
 from lachesis_learner.exchange import Exchange, ExchangeEnded, refusal
-from lachesis_transport.client import QueueError
+from lachesis_transport.client import QueueError, QueueRestarted
 from lachesis_transport.messages import pack, unpack
 from lachesis_transport.sockets import open_socket
 
@@ -53,6 +54,43 @@ async def test_a_learner_that_is_fenced_later_ends_with_the_queues_reason():
         with pytest.raises(ExchangeEnded) as ended:
             await trio.to_thread.run_sync(exchange.submit(trio.sleep_forever).result, 10)
         assert str(refusal(ended.value)) == "hello: learner 'learner' was superseded by a newer one"
+        exchange.close()
+        nursery.cancel_scope.cancel()
+
+
+async def serve(socket, *, queue, silent=()):
+    """A queue that welcomes whoever comes and does not know them before."""
+    welcomed = set()
+    while True:
+        route, frame = await socket.receive()
+        message = unpack(frame.buffer)
+        if message["op"] == "hello":
+            welcomed.add(route.bytes)
+            reply = {"ok": True, **WELCOME, "queue": queue}
+        elif message["op"] in silent:
+            continue
+        else:
+            known = route.bytes in welcomed and message["queue"] == queue
+            reply = {"ok": True, "version": 7, "state": STATE} if known else STRANGER
+        await socket.send([route.bytes, pack({"id": message["id"], **reply})])
+
+
+@pytest.mark.parametrize("after", ["q", "r"])
+async def test_a_request_outlives_the_queues_process_but_not_its_state(after):
+    async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as socket, trio.open_nursery() as nursery:
+        address = socket.address
+        nursery.start_soon(partial(serve, socket, queue="q", silent=("reserve",)))
+        exchange = Exchange(address)
+        await trio.to_thread.run_sync(exchange.connect().result, 10)
+        waiting = exchange.submit(exchange.consumer.reserve, 3)
+        nursery.cancel_scope.cancel()
+    async with open_socket(zmq.ROUTER, bind=address) as socket, trio.open_nursery() as nursery:
+        nursery.start_soon(partial(serve, socket, queue=after))
+        if after == "q":
+            assert await trio.to_thread.run_sync(waiting.result, 20) == 7
+        else:
+            with pytest.raises(QueueRestarted, match="restarted without its state: reserve is void"):
+                await trio.to_thread.run_sync(waiting.result, 20)
         exchange.close()
         nursery.cancel_scope.cancel()
 
