@@ -105,7 +105,9 @@ class Queue(Section):
     batch_groups: Positive = 8
     """B: groups in one batch."""
     max_bytes: Positive = 1 << 30
-    """Bytes of trajectories that the queue holds before it answers `full`."""
+    """Bytes of groups, ready or leased, that the queue holds before it answers `full`."""
+    max_uncommitted_bytes: Positive = 4 << 30
+    """Bytes of trained groups that no checkpoint holds: from half of them on the queue asks for a checkpoint."""
     heartbeat_seconds: Annotated[float, Field(gt=1)] = 10.0
     """An actor that was silent for this long is gone: its tickets are voided."""
 
@@ -115,10 +117,22 @@ class Staleness(Section):
 
     max: NonNegative = 2
     """S: the hard bound, in versions. 0 makes the run synchronous."""
-    late: Literal["wait", "drop"] = "wait"
-    """What a batch does about a group that is due and not there: wait for it, or drop it at once."""
+    late: Literal["wait", "drop", "mask_tokens"] = "wait"
+    """What a batch does about a group that is due and not there: wait for it, drop it at once, or go on without it and
+    later train those of its tokens that are young enough."""
     late_seconds: Seconds = 120.0
-    """How long `wait` waits before the late group is dropped and counted."""
+    """How long a batch waits, for a late group or for enough groups, before a group is dropped and counted."""
+    reuse: Positive = 1
+    """R: batches that train each group, one after another; all of them within the bound, so at most max + 1."""
+    order: Literal["deadline", "freshest", "uniform"] = "deadline"
+    """Which ready groups a batch takes: those due first, which wastes none; the youngest; or any. The last two keep the
+    bound, but groups get too old and are dropped."""
+
+    @model_validator(mode="after")
+    def _reuse_within_the_bound(self) -> Self:
+        if self.reuse > self.max + 1:
+            raise ValueError(f"reuse: value {self.reuse}, expected at most {self.max + 1} (staleness.max + 1)")
+        return self
 
 
 class Engine(Section):
@@ -149,6 +163,8 @@ class Environment(Section):
     """Name of an environment that comes with Lachesis (arithmetic, gsm8k) or path of a file with a BaseEnv subclass."""
     name: Name = "arithmetic"
     """Name in logs and metrics."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the groups, relative to the other environments, while all of them have workers to spare."""
     workers: Positive = 16
     """Groups that this environment works on at once, at most."""
     group_size: Positive = 8

@@ -1,8 +1,8 @@
 """The queue's process: sockets around `replay` and a store.
 
-Requests are decided by the state machine, their changes saved, and only then answered. A request that has to wait is
-parked: it is tried again after every change, and answered when it can be; until then each repetition by its client is
-answered with what it waits for.
+Requests are decided by the state machine, their changes saved, and only then answered. Deciding goes on while the disk
+works: what was decided meanwhile is the next commit. A request that has to wait is parked: it is tried again after
+every change, and answered when it can be; until then each repetition by its client is answered with what it waits for.
 """
 
 from __future__ import annotations
@@ -12,45 +12,64 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import trio
 import zmq
 
 from lachesis_configs.schema import Config
-from lachesis_transport.decisions import Finished, NameTaken, NotJoined, ReplayError, Rules, Wait
+from lachesis_transport.decisions import Fenced, Finished, NameTaken, NotJoined, PutResult, ReplayError, Rules, Wait
+from lachesis_transport.event_log import EventLog
+from lachesis_transport.inspection import inspect
 from lachesis_transport.keys import load_keys
-from lachesis_transport.messages import Group, MessageError, Scores, pack, take, unpack
+from lachesis_transport.messages import Group, MessageError, Scores, batch_wire, pack, take, unpack
 from lachesis_transport.presence import Role
+from lachesis_transport.records import Lease
 from lachesis_transport.replay import Replay
 from lachesis_transport.sockets import Socket, open_socket, plain_errors
-from lachesis_transport.store import MemoryStore, Store
+from lachesis_transport.sqlite_store import SqliteStore
+from lachesis_transport.store import Event, Refused, Store
 
 log = logging.getLogger("lachesis.queue")
+
+DATABASE = "queue.db"
+EVENTS = "events.jsonl"
+STATISTICS = "queue.json"
 
 TICK_SECONDS = 0.25
 STALL_SECONDS = 1.0
 PARKED_SECONDS = 10.0
 MAX_PARKED = 1 << 14
+MAX_UNSAVED = 256
+"""Answers that may wait for the disk before no more requests are read."""
 WRITE_SECONDS = 2.0
 DRAINED_AT_ONCE = 64
 MAX_REPORTS = 512
-MAX_EVENT_CHARACTERS = 1 << 18
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-LOGGED = {"joined", "parted", "dropped", "voided", "left", "forgotten", "returned", "finished", "trained"}
+LOGGED = {
+    "joined",
+    "parted",
+    "dropped",
+    "voided",
+    "left",
+    "returned",
+    "finished",
+    "trained",
+    "committed",
+    "skipped",
+    "reopened",
+}
 
 Reply = dict[str, Any]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Peer:
     role: Role
     name: str
     incarnation: str
-    report_number: int = 0
 
 
 @dataclass(slots=True)
@@ -58,30 +77,42 @@ class _Parked:
     peer: _Peer
     message: dict[str, Any]
     heard: float
+    told: bool = False
+    """Whether this repetition of it was answered with what it waits for."""
+
+
+def rules(config: Config) -> Rules:
+    """The rules that a configuration gives the queue."""
+    return Rules(
+        batch_groups=config.queue.batch_groups,
+        staleness_max=config.staleness.max,
+        steps=config.run.steps,
+        late=config.staleness.late,
+        late_seconds=config.staleness.late_seconds,
+        reuse=config.staleness.reuse,
+        order=config.staleness.order,
+        max_bytes=config.queue.max_bytes,
+        max_uncommitted_bytes=config.queue.max_uncommitted_bytes,
+        heartbeat_seconds=config.queue.heartbeat_seconds,
+        seed=config.run.seed,
+        weights={environment.name: environment.weight for environment in config.environments},
+    )
 
 
 class Broker:
     """Decides and answers requests; `serve_queue` runs it."""
 
-    def __init__(self, config: Config, folder: Path, *, store: Store, socket: Socket, events: IO[str]) -> None:
-        self.replay = Replay(
-            Rules(
-                batch_groups=config.queue.batch_groups,
-                staleness_max=config.staleness.max,
-                steps=config.run.steps,
-                late=config.staleness.late,
-                late_seconds=config.staleness.late_seconds,
-                max_bytes=config.queue.max_bytes,
-                heartbeat_seconds=config.queue.heartbeat_seconds,
-            )
-        )
-        self._config, self._folder, self._store, self._socket, self._events = config, folder, store, socket, events
+    def __init__(self, config: Config, folder: Path, *, store: Store, socket: Socket) -> None:
+        self.replay = Replay.restore(rules(config), store.load(), now=trio.current_time())
+        self._config, self._folder, self._store, self._socket = config, folder, store, socket
         self._peers: dict[bytes, _Peer] = {}
         self._parked: dict[tuple[bytes, int], _Parked] = {}
         self._outbox: list[tuple[bytes, Reply]] = []
-        self._saving = trio.Lock()
-        self._counts = {"frames_refused": 0, "reports_refused": 0, "replies_lost": 0}
+        self._unsaved = trio.Event()
+        self._saved = trio.Event()
         self._stalled = 0.0
+        self.failed = False
+        """Whether the last save was not finished."""
         self._operations: dict[tuple[str, str], Callable[[_Peer, dict[str, Any], float], Reply]] = {
             ("actor", "ticket"): self._ticket,
             ("actor", "void"): self._void,
@@ -98,10 +129,10 @@ class Broker:
     def _now(self) -> float:
         return trio.current_time() - self._stalled
 
-    # ------------------------------------------------------------------ the two loops
+    # ------------------------------------------------------------------ the three loops
 
     async def receive(self) -> None:
-        """Answer requests until cancelled; those that arrived together are saved together."""
+        """Decide requests until cancelled; those that arrived together are saved together."""
         while True:
             frames: list[zmq.Frame] | None = await self._socket.receive()
             for _ in range(DRAINED_AT_ONCE):
@@ -109,7 +140,56 @@ class Broker:
                     break
                 self._handle(frames)
                 frames = self._socket.receive_nowait()
-            await self._settle()
+            self._go_on()
+            while len(self._outbox) > MAX_UNSAVED:
+                self._saved = trio.Event()
+                await self._saved.wait()
+
+    async def save(self) -> None:
+        """Save what was decided and then send the answers, until cancelled."""
+        while True:
+            await self._unsaved.wait()
+            self._unsaved = trio.Event()
+            await self.flush()
+            self._saved.set()
+
+    async def flush(self) -> None:
+        """Save what was decided, then send the answers. One task at a time."""
+        outbox, self._outbox = self._outbox, []
+        writing = self.replay.drain()
+        if writing:
+            self.failed = True
+            await self._store.save(writing)
+            self.failed = False
+        for event in writing.events:
+            if event.kind in LOGGED:
+                log.info("%s %s", event.kind, " ".join(f"{key}={value}" for key, value in event.fields.items()))
+        for route, reply in outbox:
+            if "lease" in reply:
+                batch = await self._batch(reply.pop("lease"))
+                if batch is None:
+                    continue  # it was taken back meanwhile: the client asks again
+                reply["batch"] = batch
+            if not self._socket.send_nowait([route, pack(reply)]):
+                self.replay.count("replies_lost")  # the client asks again
+
+    async def _batch(self, lease: Lease) -> dict[str, Any] | None:
+        try:
+            contents = await self._store.read(lease.names)
+        except KeyError:
+            return None
+        if lease.masked:
+            for i, content in enumerate(contents):
+                group = Group.unpack(content).without(lease.masked)
+                assert group is not None  # a group with nothing to train is never leased
+                contents[i] = group.pack()
+        return batch_wire(
+            version=lease.version,
+            groups=contents,
+            distances=lease.distances,
+            scores=lease.scores,
+            dropped=lease.dropped,
+        )
 
     async def tick(self) -> None:
         """Let time pass: expiry, late groups, statistics. Returns when the run has finished and every client left."""
@@ -122,47 +202,68 @@ class Broker:
             before = now
             self.replay.expire(self._now)
             self._peers = {route: peer for route, peer in self._peers.items() if self._is_live(peer)}
-            await self._settle()
+            self._go_on()
             if now - written >= WRITE_SECONDS:
                 written = now
                 self.write_statistics()
             if self.replay.final is not None and not self.replay.actors and self.replay.learner is None:
                 return
 
-    async def _settle(self) -> None:
-        """Answer parked requests that can go on; save what changed; then send the answers."""
-        self._retry()
-        async with self._saving:
-            outbox, self._outbox = self._outbox, []
-            events = self.replay.drain()
-            if events:
-                await self._store.save(events)
-            for event in events:
-                self._write({"kind": event.kind, **event.fields}, "queue")
-                if event.kind in LOGGED:
-                    log.info("%s %s", event.kind, event.fields)
-            self._events.flush()
-            for route, reply in outbox:
-                if not self._socket.send_nowait([route, pack(reply)]):
-                    self._counts["replies_lost"] += 1  # the client asks again
-
-    def _retry(self) -> None:
-        refused: set[tuple[str, int]] = set()
+    def _go_on(self) -> None:
+        """Answer parked requests that can go on, and have everything saved."""
         for key, parked in list(self._parked.items()):
-            kind = (parked.message["op"], parked.message["version"])
             if self._now - parked.heard > PARKED_SECONDS or not self._is_live(parked.peer):
                 del self._parked[key]
-            elif kind not in refused:
-                reply = self._decide(parked.peer, parked.message)
-                if "wait" in reply:
-                    refused.add(kind)  # what one ticket of this version waits for, all of them wait for
-                else:
-                    del self._parked[key]
-                    self._outbox.append((key[0], {"id": key[1], **reply}))
+            elif parked.message["op"] != "ticket":
+                self._try(key, parked)
+        self._grant_tickets()
+        self._unsaved.set()
+
+    def _grant_tickets(self) -> None:
+        """Try the parked requests for tickets, whose turn it is first."""
+        asks: dict[tuple[str, str, Any], list[tuple[bytes, int]]] = {}
+        for key, parked in self._parked.items():
+            if parked.message["op"] == "ticket":
+                message = parked.message
+                asks.setdefault((parked.peer.name, message["environment"], message["version"]), []).append(key)
+        refused: dict[Any, str] = {}
+        for keys in asks.values():
+            keys.reverse()
+        while asks:
+            kind = min(asks, key=lambda kind: self.replay.turn(kind[0], kind[1]))
+            keys, version = asks[kind], kind[2]
+            if version in refused:  # what one ticket of this version waits for, all of them wait for
+                for key in reversed(keys):
+                    self._tell(key, self._parked[key], refused[version])
+                del asks[kind]
+                continue
+            key = keys.pop()
+            why = self._try(key, self._parked[key])
+            if why is not None:
+                refused[version] = why
+            if not keys:
+                del asks[kind]
+
+    def _try(self, key: tuple[bytes, int], parked: _Parked) -> str | None:
+        """Answer a parked request if it can go on; else what it waits for."""
+        try:
+            reply = self._decide(parked.peer, parked.message)
+        except MessageError as error:
+            reply = {"ok": False, "code": "malformed", "error": str(error)}
+        if "wait" in reply:
+            self._tell(key, parked, reply["wait"])
+            return str(reply["wait"])
+        del self._parked[key]
+        self._outbox.append((key[0], {"id": key[1], **reply}))
+        return None
+
+    def _tell(self, key: tuple[bytes, int], parked: _Parked, why: str) -> None:
+        if not parked.told:
+            parked.told = True
+            self._outbox.append((key[0], {"id": key[1], "ok": True, "wait": why}))
 
     def _is_live(self, peer: _Peer) -> bool:
-        known = self.replay.learner if peer.role == "learner" else self.replay.actors.get(peer.name)
-        return known is not None and (known.name, known.incarnation) == (peer.name, peer.incarnation)
+        return self.replay.is_live(peer.role, peer.name, peer.incarnation)
 
     # ------------------------------------------------------------------ requests
 
@@ -175,15 +276,24 @@ class Broker:
             number = take(message, "id", int)
             reply = self._answer(route, take(message, "op", str), message)
         except MessageError as error:
-            self._counts["frames_refused"] += 1
+            self.replay.count("frames_refused")
+            self._quarantine(route, str(error), frames[-1].bytes)
             reply = {"ok": False, "code": "malformed", "error": str(error)}
-        if "wait" not in reply:
+        if reply is not None:
             self._parked.pop((route, number or 0), None)
-        self._outbox.append((route, {"id": number, **reply}))
+            self._outbox.append((route, {"id": number, **reply}))
 
-    def _answer(self, route: bytes, op: str, message: dict[str, Any]) -> Reply:
+    def _quarantine(self, route: bytes, reason: str, frame: bytes) -> None:
+        peer = self._peers.get(route)
+        sender = f"{peer.role} {peer.name}" if peer is not None else "a client that did not say hello"
+        self.replay.quarantine(Refused(sender, reason, frame, time.time()))
+
+    def _answer(self, route: bytes, op: str, message: dict[str, Any]) -> Reply | None:
+        """None when the request is parked."""
         if op == "status":
-            return {"ok": True, "statistics": self.statistics()}
+            return {"ok": True, "statistics": self.replay.statistics()}
+        if op == "inspect":
+            return {"ok": True, "inspection": inspect(self.replay, self._store.quarantine(), now=self._now)}
         if op == "hello":
             return self._hello(route, message)
         peer = self._peers.get(route)
@@ -193,12 +303,16 @@ class Broker:
             self.replay.heard(role=peer.role, name=peer.name, incarnation=peer.incarnation, now=self._now)
         except NotJoined as error:
             return {"ok": False, "code": "hello", "error": str(error)}
-        reply = self._decide(peer, message)
-        if "wait" in reply:
-            if len(self._parked) >= MAX_PARKED:
+        if op in ("ticket", "lease") and (peer.role, op) in self._operations:
+            if len(self._parked) >= MAX_PARKED and (route, message["id"]) not in self._parked:
                 raise MessageError(f"op: {op!r}, but {MAX_PARKED} requests wait already")
+            take(message, "version", int)
+            if op == "ticket":
+                take(message, "environment", str)
             self._parked[route, message["id"]] = _Parked(peer, message, self._now)
-        elif op == "goodbye" and reply["ok"]:
+            return None
+        reply = self._decide(peer, message)
+        if op == "goodbye" and reply["ok"]:
             del self._peers[route]
             self._parked = {key: parked for key, parked in self._parked.items() if key[0] != route}
         return reply
@@ -230,12 +344,11 @@ class Broker:
         except NameTaken as error:
             seconds = self._config.queue.heartbeat_seconds
             return {"ok": False, "code": "name_taken", "error": str(error), "heartbeat_seconds": seconds}
-        peer = _Peer(role, name, incarnation)
+        except Fenced as error:
+            return {"ok": False, "code": "fenced", "error": str(error)}
         for old in [r for r, p in self._peers.items() if (p.role, p.name) == (role, name)]:
-            known = self._peers.pop(old)
-            if known.incarnation == incarnation:
-                peer.report_number = known.report_number
-        self._peers[route] = peer
+            del self._peers[old]
+        self._peers[route] = _Peer(role, name, incarnation)
         return {
             "ok": True,
             "queue": self._store.queue_id,
@@ -250,11 +363,21 @@ class Broker:
         version = take(message, "version", (int, type(None)))
         reports, number = take(message, "report", list), take(message, "report_number", int)
         self.replay.heard(role=peer.role, name=peer.name, incarnation=peer.incarnation, now=now, version=version)
-        if number > peer.report_number:
-            peer.report_number = number
-            for report in reports[:MAX_REPORTS]:
-                self._write(report, peer.name)
-            self._counts["reports_refused"] += max(0, len(reports) - MAX_REPORTS)
+        events = [
+            Event(report["kind"], {key: value for key, value in report.items() if key != "kind"}, source=peer.name)
+            for report in reports[:MAX_REPORTS]
+            if isinstance(report, dict) and isinstance(report.get("kind"), str)
+        ]
+        if len(events) < len(reports):
+            self.replay.count("reports_refused", len(reports) - len(events))
+            log.warning(
+                "%s: %d of %d reports are no maps with a kind, or beyond %d",
+                peer.name,
+                len(reports) - len(events),
+                len(reports),
+                MAX_REPORTS,
+            )
+        self.replay.report(role=peer.role, name=peer.name, number=number, events=events)
         if message["op"] == "goodbye":
             self.replay.leave(role=peer.role, name=peer.name)
         return {"ok": True, "state": self.replay.state()}
@@ -271,16 +394,22 @@ class Broker:
             return {"wait": answer.why}
         if isinstance(answer, Finished):
             return {"finished": True}
-        return {"ticket": answer.ticket, "deadline": answer.deadline, "version": answer.version}
+        return {
+            "ticket": answer.ticket,
+            "deadline": answer.deadline,
+            "version": answer.version,
+            "item": answer.item,
+        }
 
     def _void(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
         ticket, reason = take(message, "ticket", (int, type(None))), take(message, "reason", str)
         if ticket is None:
-            self.replay.cancel(actor=peer.name, ask=take(message, "ask", int), now=now)
+            ask = take(message, "ask", int)
+            self.replay.cancel(actor=peer.name, ask=ask, now=now)
             self._parked = {
                 key: parked
                 for key, parked in self._parked.items()
-                if parked.peer is not peer or parked.message["id"] != message["ask"]
+                if parked.peer != peer or parked.message["id"] != ask
             }
             return {}
         scores = take(message, "scores", (dict, type(None)))
@@ -294,13 +423,18 @@ class Broker:
         return {}
 
     def _put(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
+        content = b""
         try:
-            group = Group.unpack(take(message, "group", bytes))
+            content = take(message, "group", bytes)
+            group = Group.unpack(content)
             final = take(message, "final", bool)
         except MessageError as error:
-            self._counts["frames_refused"] += 1
-            return {"status": "invalid", "reason": str(error)}
-        result = self.replay.put(group, actor=peer.name, final=final, now=now)
+            self.replay.count("frames_refused")
+            result = PutResult("invalid", str(error))
+        else:
+            result = self.replay.put(group, content, actor=peer.name, final=final, now=now)
+        if result.status == "invalid":
+            self.replay.quarantine(Refused(f"actor {peer.name}", result.reason, content, time.time()))
         return {"status": result.status, "reason": result.reason, "retry_after": result.retry_after}
 
     def _reserve(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
@@ -312,14 +446,14 @@ class Broker:
         return {}
 
     def _lease(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
-        batch = self.replay.lease(version=take(message, "version", int), now=now)
-        if isinstance(batch, Wait):
-            return {"wait": batch.why}
-        return {"batch": batch.to_wire(), "checkpoint_wanted": self.replay.checkpoint_wanted}
+        answer = self.replay.lease(version=take(message, "version", int), now=now)
+        if isinstance(answer, Wait):
+            return {"wait": answer.why}
+        return {"lease": answer}
 
     def _trained(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
         self.replay.trained(version=take(message, "version", int))
-        return {}
+        return {"checkpoint_wanted": self.replay.checkpoint_wanted}
 
     def _commit(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
         self.replay.commit(version=take(message, "version", int), checkpoint=take(message, "checkpoint", str))
@@ -329,30 +463,11 @@ class Broker:
         self.replay.finish(version=take(message, "version", int))
         return {}
 
-    # ------------------------------------------------------------------ files
-
-    def statistics(self) -> dict[str, Any]:
-        """The state machine's counts with those of the sockets."""
-        return {**self.replay.statistics(), **self._counts}
-
     def write_statistics(self) -> None:
         """Replace queue.json in the run folder."""
-        new = self._folder / "queue.json.new"
-        new.write_text(json.dumps(self.statistics(), indent=1) + "\n")
-        new.replace(self._folder / "queue.json")
-
-    def _write(self, event: Any, source: str) -> None:
-        try:
-            if not isinstance(event, dict) or not isinstance(event.get("kind"), str):
-                raise ValueError("an event is a map with a kind")
-            line = json.dumps({**event, "time": time.time(), "source": source}, allow_nan=False)
-            if len(line) > MAX_EVENT_CHARACTERS:
-                raise ValueError(f"{len(line)} characters, expected at most {MAX_EVENT_CHARACTERS}")
-        except (TypeError, ValueError, RecursionError) as error:
-            self._counts["reports_refused"] += 1
-            log.warning("a report of %s is refused: %s", source, error)
-            return
-        self._events.write(line + "\n")
+        new = self._folder / f"{STATISTICS}.new"
+        new.write_text(json.dumps(self.replay.statistics(), indent=1) + "\n")
+        new.replace(self._folder / STATISTICS)
 
 
 async def serve_queue(
@@ -360,24 +475,31 @@ async def serve_queue(
 ) -> None:
     """Serve the replay queue at `config.queue.address` until the run has finished and every client left, or cancelled.
 
-    `task_status.started` gets the address, with the real port where the configured one is 0. Writes events.jsonl (one
-    line an event: time, source, kind and fields) and queue.json (statistics) into `folder`.
-    Raises OSError when the address is taken and ConfigError when a file of run.keys is missing or malformed.
+    Its state is `folder`/queue.db; a queue that is started there again continues. `task_status.started` gets the
+    address, with the real port where the configured one is 0. Writes events.jsonl (one line an event: number, time,
+    source, kind and fields) and queue.json (statistics) into `folder`.
+    Raises OSError when the address is taken, StoreError when the database is in use, damaged or full, and ConfigError
+    when a file of run.keys is missing or malformed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    store = MemoryStore()
-    with plain_errors(), ExitStack() as files:
-        events = files.enter_context(open(folder / "events.jsonl", "a", encoding="utf-8"))
+    with plain_errors():
         async with open_socket(zmq.ROUTER, bind=config.queue.address, keys=load_keys(config)) as socket:
-            broker = Broker(config, folder, store=store, socket=socket, events=events)
-            log.info("the replay queue serves at %s", socket.address)
+            store = SqliteStore(folder / DATABASE, EventLog(folder / EVENTS))
             try:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(broker.receive)
-                    task_status.started(socket.address)
-                    await broker.tick()
-                    nursery.cancel_scope.cancel()
+                broker = Broker(config, folder, store=store, socket=socket)
+                log.info("the replay queue serves at %s", socket.address)
+                try:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(broker.receive)
+                        nursery.start_soon(broker.save)
+                        task_status.started(socket.address)
+                        await broker.tick()
+                        nursery.cancel_scope.cancel()
+                finally:
+                    broker.write_statistics()
+                    if not broker.failed:
+                        with trio.CancelScope(shield=True):
+                            await broker.flush()
             finally:
-                broker.write_statistics()
                 with trio.CancelScope(shield=True):
                     await store.close()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+Late = Literal["wait", "drop", "mask_tokens"]
+Order = Literal["deadline", "freshest", "uniform"]
 
 
 class ReplayError(ValueError):
@@ -12,6 +16,10 @@ class ReplayError(ValueError):
 
 class NameTaken(ReplayError):
     """A live client has this name already."""
+
+
+class Fenced(ReplayError):
+    """This incarnation of the learner was replaced by another: it has no say any more."""
 
 
 class NotJoined(ReplayError):
@@ -28,14 +36,24 @@ class Rules:
     """S: the hard bound, in versions."""
     steps: int
     """Batches of the run."""
-    late: Literal["wait", "drop"] = "wait"
+    late: Late = "wait"
     """What a batch does about a straggler."""
     late_seconds: float = 120.0
     """How long a batch waits without progress."""
+    reuse: int = 1
+    """R: batches that train one group, at most S + 1."""
+    order: Order = "deadline"
+    """Which ready groups a batch takes."""
     max_bytes: int = 1 << 30
-    """Bytes of ready and leased groups; as many again may be trained and in no checkpoint."""
+    """Bytes of ready and leased groups."""
+    max_uncommitted_bytes: int = 4 << 30
+    """Bytes of trained groups that no checkpoint holds."""
     heartbeat_seconds: float = 10.0
     """Silence after which a client is gone."""
+    seed: int = 0
+    """Of the order `uniform`."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Share of the tickets of each environment, relative to the others; 1 where it is not named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +78,8 @@ class Grant:
     """The version that it was issued at."""
     deadline: int
     """Depth in the lineage tree of the last version that it may train."""
+    item: int
+    """Number of the prompt in the environment's stream."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
-"""What the queue remembers about what is over: events to save, counts, and the fate of ended tickets and groups."""
+"""What the queue remembers about what is over: events to log, counts, and the fate of ended tickets and groups."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from typing import Any, TypeVar
 
-from lachesis_transport.messages import Group
 from lachesis_transport.store import Event
+from lachesis_transport.tables import Table
 
 REMEMBERED = 1 << 16
 """Ended tickets, and ended groups, whose fate is remembered to answer a repeated request."""
@@ -19,10 +19,14 @@ COUNTED = (
     "groups_trained",
     "groups_returned",
     "groups_committed",
-    "groups_forgotten",
     "groups_left",
+    "uses_forgone",
+    "items_skipped",
     "puts_refused_full",
     "bound_violations",
+    "frames_refused",
+    "reports_refused",
+    "replies_lost",
 )
 
 Key = TypeVar("Key", int, str)
@@ -37,39 +41,44 @@ class Ledger:
         """Tickets voided, by reason."""
         self.dropped: Counter[str] = Counter()
         """Groups dropped, by reason."""
-        self._tickets: OrderedDict[int, str] = OrderedDict()
-        self._groups: OrderedDict[str, str] = OrderedDict()
+        self.tickets: Table[int, str] = Table("ticket_fate", str)
+        """Why a ticket ended."""
+        self.groups: Table[str, tuple[int, str]] = Table("group_fate", list)
+        """What became of a group, numbered in the order of their ends."""
+        self._ends = 0
         self._events: list[Event] = []
         self._marked: Counter[str] = Counter()
 
-    def note(self, kind: str, content: Group | None = None, **fields: Any) -> None:
-        """Add a change to be saved; `content` is the group that was accepted."""
-        self._events.append(Event(kind, fields, content))
+    def note(self, kind: str, **fields: Any) -> None:
+        """Add a line to the event log."""
+        self._events.append(Event(kind, fields))
+
+    def report(self, event: Event) -> None:
+        """Add a client's own line to the event log."""
+        self._events.append(event)
 
     def drain(self) -> list[Event]:
-        """The changes since the last call, in order."""
+        """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def end_ticket(self, ticket: int, fate: str) -> None:
         """Remember why a ticket ended."""
-        _remember(self._tickets, ticket, fate)
+        _remember(self.tickets, ticket, fate)
 
     def end_group(self, name: str, fate: str) -> None:
         """Remember what became of a group."""
-        _remember(self._groups, name, fate)
-
-    def revive_group(self, name: str) -> None:
-        """The group is ready again."""
-        self._groups.pop(name, None)
-
-    def ticket_fate(self, ticket: int) -> str:
-        """Why a ticket ended."""
-        return self._tickets.get(ticket, "long ago")
+        self._ends += 1
+        _remember(self.groups, name, (self._ends, fate))
 
     def group_fate(self, name: str) -> str | None:
         """What became of a group; None when it did not end, or too long ago."""
-        return self._groups.get(name)
+        end = self.groups.get(name)
+        return None if end is None else end[1]
+
+    def ticket_fate(self, ticket: int) -> str:
+        """Why a ticket ended."""
+        return self.tickets.get(ticket, "long ago")
 
     def lost(self) -> dict[str, int]:
         """Groups that came to nothing, by reason: dropped, or their tickets voided."""
@@ -84,15 +93,26 @@ class Ledger:
         return dict(self.voided + self.dropped - self._marked)
 
     def statistics(self) -> dict[str, Any]:
-        """Counts since the queue started."""
+        """Counts since the run started."""
         return {
             **{name: self.counts[name] for name in COUNTED},
             "tickets_voided": dict(self.voided),
             "groups_dropped": dict(self.dropped),
         }
 
+    def to_row(self) -> list[dict[str, int]]:
+        """The counts as plain values."""
+        return [dict(counter) for counter in (self.counts, self.voided, self.dropped, self._marked)]
 
-def _remember(memory: OrderedDict[Key, str], key: Key, fate: str) -> None:
+    def restore(self, row: list[dict[str, int]], tickets: dict[int, str], groups: dict[str, list[Any]]) -> None:
+        """Take over saved counts and fates."""
+        self.counts, self.voided, self.dropped, self._marked = (Counter(counts) for counts in row)
+        self.tickets.restore(dict(sorted(tickets.items())), lambda _, fate: fate)
+        self.groups.restore(dict(sorted(groups.items(), key=lambda end: end[1][0])), lambda _, end: (end[0], end[1]))
+        self._ends = max((number for number, _ in self.groups.values()), default=0)
+
+
+def _remember(memory: Table[Key, str], key: Key, fate: str) -> None:
     memory[key] = fate
     while len(memory) > REMEMBERED:
-        memory.popitem(last=False)
+        del memory[next(iter(memory))]

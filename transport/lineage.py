@@ -12,46 +12,66 @@ abandoned have an honest age: they are as far away as the two branches have grow
 
 from __future__ import annotations
 
+from typing import Any
+
+from lachesis_transport.tables import Table
+
 
 class Lineage:
     """Which versions exist, which are published, and how far they are from each other.
 
-    Two integers a version are kept for ever: 100,000 versions are a few megabytes.
+    A few integers a version are kept for ever: 100,000 versions are some megabytes.
     """
 
     def __init__(self) -> None:
-        self._parents: dict[int, int | None] = {}
+        self.parents: Table[int, int | None] = Table("version", lambda parent: [parent])
+        """By version."""
+        self.publications: Table[int, None] = Table("published", lambda _: [])
+        """The versions that were published."""
         self._depths: dict[int, int] = {}
         self.current: int | None = None
         """Newest published version."""
         self.head: int | None = None
         """Newest reserved version."""
 
+    def restore(self, versions: dict[int, Any], published: dict[int, Any]) -> None:
+        """Fill an empty tree from saved rows."""
+        self.parents.restore(dict(sorted(versions.items())), lambda _, row: row[0])
+        self.publications.restore(published, lambda _, row: None)
+        for version, parent in self.parents.items():  # a parent is older than its children
+            self._depths[version] = 0 if parent is None else self._depths[parent] + 1
+        self.head, self.current = max(self.parents, default=None), max(self.publications, default=None)
+
     def __contains__(self, version: int) -> bool:
-        return version in self._parents
+        return version in self.parents
 
     def __len__(self) -> int:
-        return len(self._parents)
+        return len(self.parents)
 
     def reserve(self, parent: int | None) -> int:
         """The next unused version, as a child of `parent` (None: a new root). Raises KeyError for an unknown parent."""
         version = 0 if self.head is None else self.head + 1
         self._depths[version] = 0 if parent is None else self._depths[parent] + 1
-        self._parents[version] = parent
+        self.parents[version] = parent
         self.head = version
         return version
 
     def publish(self, version: int) -> bool:
         """Note that actors may sample from `version`; whether that was news. Raises KeyError for an unknown version."""
-        self._parents[version]
+        self.parents[version]
         if self.current is not None and version <= self.current:
             return False
+        self.publications[version] = None
         self.current = version
         return True
 
+    def is_published(self, version: int) -> bool:
+        """Whether actors may ever have sampled from `version`."""
+        return version in self.publications
+
     def parent(self, version: int) -> int | None:
         """The version that `version` was trained from."""
-        return self._parents[version]
+        return self.parents[version]
 
     def depth(self, version: int) -> int:
         """Edges from `version` to its root."""
@@ -66,9 +86,9 @@ class Lineage:
             if left is None or right is None or edges >= limit:
                 return None
             if self._depths[left] >= self._depths[right]:
-                left = self._parents[left]
+                left = self.parents[left]
             else:
-                right = self._parents[right]
+                right = self.parents[right]
             edges += 1
         return edges
 
@@ -76,5 +96,5 @@ class Lineage:
         """Whether `ancestor` lies on the way from `version` to its root (a version does not descend from itself)."""
         at: int | None = version
         while at is not None and self._depths[at] > self._depths[ancestor]:
-            at = self._parents[at]
+            at = self.parents[at]
         return at == ancestor and version != ancestor

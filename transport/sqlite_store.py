@@ -20,7 +20,8 @@ from typing import Any
 
 import trio
 
-from lachesis_transport.durable import (
+from lachesis_transport.event_log import EventLog, Line
+from lachesis_transport.store import (
     QUARANTINED,
     Key,
     Refused,
@@ -32,16 +33,15 @@ from lachesis_transport.durable import (
     shorten,
     unpack_value,
 )
-from lachesis_transport.event_log import EventLog, Line
 
 SCHEMA = 1
 """Version of the database's tables; another one is refused."""
 
-PAGE_BYTES = 1 << 14
+PAGE_BYTES = 1 << 13
 CACHE_BYTES = 64 << 20
 CHECKPOINT_BYTES = 32 << 20
 WAL_BYTES = 64 << 20
-"""Large pages suit groups of 10 KB to 1 MB. The write-ahead log is copied back at CHECKPOINT_BYTES and cut to WAL_BYTES
+"""Larger pages suit large groups, smaller ones the rows. The write-ahead log is copied back at CHECKPOINT_BYTES and cut to WAL_BYTES
 after a larger transaction. The database reuses the pages of what was deleted: it stays as large as the most it held."""
 
 SYNC_LINES = 1024

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import trio
 
-from lachesis_transport.durable import Event, Writing
 from lachesis_transport.event_log import EventLog
 from lachesis_transport.sqlite_store import SqliteStore
+from lachesis_transport.store import Event, Writing
 
 KEPT = 20
 EVENTS = 3

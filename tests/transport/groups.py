@@ -23,13 +23,19 @@ def trajectory(versions: list[int], score: float = 1.0) -> Trajectory:
 
 
 def group(
-    ticket: int, versions: list[int], *, index: int = 0, actor: str = "a", scores: tuple[float, ...] = (1.0, 0.0)
+    ticket: int,
+    versions: list[int],
+    *,
+    index: int = 0,
+    actor: str = "a",
+    environment: str = "sums",
+    scores: tuple[float, ...] = (1.0, 0.0),
 ):
     """A group of one trajectory a score, each with one trained token a version."""
     return Group(
         group_id=f"{ticket}:{index}",
         ticket=ticket,
         actor=actor,
-        environment="sums",
+        environment=environment,
         trajectories=tuple(trajectory(versions, score) for score in scores),
     )

@@ -136,13 +136,18 @@ async def test_garbage_is_answered_and_harms_nobody(tmp_path):
                     assert unpack(answer.buffer)["ok"] is False
                     assert unpack(answer.buffer)["error"].startswith(expected)
             version = await consumer.reserve(None)
-            with pytest.raises(QueueError, match="version: 9, expected one that this queue has reserved"):
+            with pytest.raises(QueueError, match="version: 0, expected one that the learner has published"):
+                await producer.ticket(version=version, environment="sums")
+            await consumer.published(version)
+            with pytest.raises(
+                QueueError, match=r"version: 9, expected one that the learner has published \(up to 0\)"
+            ):
                 await producer.ticket(version=9, environment="sums")
             with pytest.raises(QueueError, match="version: 7"):
                 await consumer.published(7)
             ticket = await producer.ticket(version=version, environment="sums")
             wrong = await producer.put(groups.group(ticket.ticket, [5], actor="actor-0"))
-            assert (wrong.status, wrong.reason[:11]) == ("invalid", "versions: 5")
+            assert (wrong.status, wrong.reason[:11]) == ("invalid", "versions: v")
             assert (await producer.put(groups.group(99, [0], actor="actor-0"))).reason.startswith(
                 "ticket: 99 was never"
             )
@@ -206,45 +211,91 @@ async def test_a_waiting_ticket_follows_the_version_that_the_actor_serves(tmp_pa
             assert trio.current_time() - start < 1.0  # not only when the request is repeated anyway
 
 
+class Restartable:
+    """A queue at one address that is stopped and started again while its clients live."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        with plain_socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self._nursery = nursery
+
+    async def start(self, folder: Path) -> None:
+        self._stop, self._gone = trio.Event(), trio.Event()
+        await self._nursery.start(self._live, folder)
+
+    async def _live(self, folder: Path, *, task_status) -> None:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve_queue, config(self.address), folder)
+            task_status.started()
+            await self._stop.wait()
+            nursery.cancel_scope.cancel()
+        self._gone.set()
+
+    async def stop(self) -> None:
+        self._stop.set()
+        await self._gone.wait()
+
+
 @pytest.mark.trio
 async def test_clients_wait_for_the_queue_and_survive_its_restart(tmp_path, caplog):
     caplog.set_level(logging.INFO, "lachesis.queue")
-    with plain_socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     entered, leave = trio.Event(), trio.Event()
 
-    async def wait_early() -> None:
+    async def wait_early(address: str) -> None:
         async with open_producer(address, "early", "e1"):
             entered.set()
             await leave.wait()
 
-    async def life(stop: trio.Event, gone: trio.Event, *, task_status) -> None:
-        async with trio.open_nursery() as nursery:
-            await nursery.start(serve_queue, config(address), tmp_path)
-            task_status.started()
-            await stop.wait()
-            nursery.cancel_scope.cancel()
-        gone.set()
-
     with trio.fail_after(SECONDS):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(wait_early)
+            queue = Restartable(nursery)
+            nursery.start_soon(wait_early, queue.address)
             await trio.sleep(2.2)
             assert "waiting for the replay queue" in caplog.text
-            stop, gone = trio.Event(), trio.Event()
-            await nursery.start(life, stop, gone)
+            await queue.start(tmp_path)
             await entered.wait()
             async with (
-                open_producer(address, "actor-0", "a1") as producer,
-                open_consumer(address, "l", "l1") as consumer,
+                open_producer(queue.address, "actor-0", "a1") as producer,
+                open_consumer(queue.address, "l", "l1") as consumer,
+            ):
+                await consumer.published(await consumer.reserve(None))
+                first, second, third = [await producer.ticket(version=0, environment="sums") for _ in range(3)]
+                assert [t.item for t in (first, second, third)] == [0, 1, 2]
+                assert (await producer.put(groups.group(first.ticket, [0], actor="actor-0"))).status == "accepted"
+                await queue.stop()
+                await queue.start(tmp_path)
+                assert (await producer.put(groups.group(first.ticket, [0], actor="actor-0"))).status == "duplicate"
+                assert (await producer.put(groups.group(second.ticket, [0], actor="actor-0"))).status == "accepted"
+                batch = await consumer.lease(0)
+                await queue.stop()
+                await queue.start(tmp_path)
+                assert await consumer.lease(0) == batch
+                await consumer.trained(0)
+                assert await consumer.reserve(0) == 1
+                await producer.void(third.ticket, "failed")
+                assert (await producer.ticket(version=0, environment="sums")).item == 2  # given back, so it comes next
+                assert not events(tmp_path, "voided")[1:]
+                leave.set()
+            await queue.stop()
+    numbers = [json.loads(line)["number"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+@pytest.mark.trio
+async def test_a_queue_that_lost_its_database_is_another_queue(tmp_path):
+    with trio.fail_after(SECONDS):
+        async with trio.open_nursery() as nursery:
+            queue = Restartable(nursery)
+            await queue.start(tmp_path / "one")
+            async with (
+                open_producer(queue.address, "actor-0", "a1") as producer,
+                open_consumer(queue.address, "l", "l1") as consumer,
             ):
                 await consumer.published(await consumer.reserve(None))
                 ticket = await producer.ticket(version=0, environment="sums")
-                stop.set()
-                await gone.wait()
-                stop, gone = trio.Event(), trio.Event()
-                await nursery.start(life, stop, gone)
+                await queue.stop()
+                await queue.start(tmp_path / "two")
                 with pytest.raises(QueueRestarted, match="restarted without its state: lease is void"):
                     await consumer.lease(0)
                 reply = await producer.put(groups.group(ticket.ticket, [0], actor="actor-0"))
@@ -253,5 +304,26 @@ async def test_clients_wait_for_the_queue_and_survive_its_restart(tmp_path, capl
                 with pytest.raises(QueueError, match="version: 0, expected one"):
                     await producer.ticket(version=0, environment="sums")
                 await producer.void(ticket.ticket, "failed")
-                leave.set()
-            stop.set()
+            await queue.stop()
+
+
+@pytest.mark.trio
+async def test_a_learner_that_was_replaced_has_no_say_any_more(tmp_path):
+    async with queue(tmp_path, config(queue={"heartbeat_seconds": 1.1})) as (address, _):
+        async with open_socket(zmq.DEALER, connect=address) as frozen:
+
+            async def ask(op: str, **fields):
+                await frozen.send([pack({"op": op, "id": 1, **fields})])
+                [answer] = await frozen.receive()
+                return unpack(answer.buffer)
+
+            me = {"role": "learner", "name": "learner", "incarnation": "l1"}
+            name = (await ask("hello", **me))["queue"]
+            assert (await ask("reserve", queue=name, parent=None))["version"] == 0
+            async with open_consumer(address, "learner", "l2") as consumer:  # waits until the first one is given up
+                assert await consumer.reserve(0) == 1
+                assert (await ask("reserve", queue=name, parent=0))["code"] == "hello"
+            for _ in range(2):
+                answer = await ask("hello", **me)
+                assert answer["code"] == "fenced"
+                assert "was replaced by a later one" in answer["error"]

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lachesis_transport.decisions import Finished, Grant, NameTaken, NotJoined, ReplayError, Rules, Wait
-from lachesis_transport.messages import Batch, Scores
+from lachesis_transport.messages import Scores
+from lachesis_transport.records import OVERHEAD_BYTES, Lease
 from lachesis_transport.replay import Replay
 
 _spec = importlib.util.spec_from_file_location("groups", Path(__file__).with_name("groups.py"))
@@ -40,20 +41,24 @@ class Bench:
     def put(self, ticket, versions=None, **kwargs):
         final = kwargs.pop("final", True)
         group = groups.group(ticket, [self.version] if versions is None else versions, **kwargs)
-        return self.replay.put(group, actor="a", final=final, now=self.now)
+        return self.replay.put(group, group.pack(), actor="a", final=final, now=self.now)
 
     def lease(self):
         return self.replay.lease(version=self.version, now=self.now)
 
     def train(self):
         batch = self.lease()
-        assert isinstance(batch, Batch), batch
+        assert isinstance(batch, Lease), batch
         self.replay.trained(version=self.version)
         self.version = self.publish(self.version)
         return [g.group_id for g in batch.groups]
 
     def kinds(self):
-        return [event.kind for event in self.replay.drain()]
+        return [event.kind for event in self.replay.drain().events]
+
+
+def packed_size() -> int:
+    return len(groups.group(0, [0]).pack()) + OVERHEAD_BYTES
 
 
 def test_tickets_are_paced_by_the_bound():
@@ -180,7 +185,7 @@ def test_a_violation_of_the_bound_would_be_counted_apart_from_the_lease():
     bench.lease()
     for _ in range(3):
         bench.replay.lineage.reserve(bench.replay.lineage.head)
-    bench.replay._lease.groups[0].group = groups.group(0, [3])
+    bench.replay.leased.groups[0].versions = (3,)
     bench.replay.trained(version=0)
     assert bench.replay.statistics()["bound_violations"] == 1
 
@@ -215,7 +220,7 @@ def test_finish_counts_what_is_left():
     ("change", "reason"),
     [
         ({"ticket": 9}, "ticket: 9 was never issued by this queue"),
-        ({"versions": [4]}, "versions: 4, expected versions that this queue has reserved"),
+        ({"versions": [4]}, "versions: version: 4, expected one that the learner has published (up to 0)"),
         ({"actor": "b"}, "actor: 'b', expected 'a', which sends it"),
         ({"index": -1}, "group_id: '0:-1', expected '0:' and an index"),
         ({"scores": ()}, "trajectories: 0, expected 1 to 4096"),
@@ -300,8 +305,7 @@ def test_a_cancelled_ask_holds_no_ticket():
 
 
 def test_full_never_blocks_the_batch_to_come():
-    size = groups.group(0, [0]).nbytes
-    bench = Bench(max_bytes=2 * size)
+    bench = Bench(max_bytes=2 * packed_size())
     tickets = [bench.ticket() for _ in range(4)]
     assert bench.put(tickets[3]).status == "accepted"
     assert bench.put(tickets[2]).status == "accepted"
@@ -362,19 +366,22 @@ def test_tokens_of_an_abandoned_branch_have_an_honest_age():
     assert bench.replay.statistics()["bound_violations"] == 0
 
 
-def test_what_waits_for_a_checkpoint_is_bounded():
-    size = groups.group(0, [0]).nbytes
-    bench = Bench(batch_groups=1, max_bytes=2 * size)
-    for wanted in (False, False, True, True):
+def test_what_waits_for_a_checkpoint_is_bounded_and_nothing_of_it_is_lost():
+    size = packed_size()
+    bench = Bench(batch_groups=1, max_uncommitted_bytes=3 * size)
+    for wanted in (False, True, True, True):
         bench.put(bench.ticket())
-        assert isinstance(bench.lease(), Batch)
-        assert bench.replay.checkpoint_wanted is wanted
+        assert isinstance(bench.lease(), Lease)
         bench.replay.trained(version=bench.version)
+        assert bench.replay.checkpoint_wanted is wanted
         bench.version = bench.publish(bench.version)
-    counts = bench.replay.statistics()
-    assert (counts["groups_forgotten"], counts["bytes_uncommitted"]) == (2, 2 * size)
+    bench.put(bench.ticket())
+    with pytest.raises(ReplayError, match=r"in no checkpoint, at most .* expected a commit first"):
+        bench.lease()
+    assert bench.replay.bytes_uncommitted == 4 * size
     bench.replay.commit(version=bench.version, checkpoint="x")
     assert bench.replay.bytes_uncommitted == 0
+    assert isinstance(bench.lease(), Lease)
 
 
 def test_the_learner_is_told_what_it_did_out_of_turn():

@@ -6,12 +6,14 @@ import importlib.util
 from collections import Counter
 from pathlib import Path
 
+import msgpack
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lachesis_transport.decisions import Grant, Rules, Wait
-from lachesis_transport.messages import Batch, Scores
+from lachesis_transport.messages import Scores
+from lachesis_transport.records import Lease
 from lachesis_transport.replay import Replay
 
 _spec = importlib.util.spec_from_file_location("groups", Path(__file__).with_name("groups.py"))
@@ -30,20 +32,29 @@ class QueueModel(RuleBasedStateMachine):
     """Two actors, one learner. `orderly` until a rollback, a ticket of several groups or a group older than its ticket:
     till then nothing accepted may ever be dropped."""
 
-    @initialize(size=st.integers(1, 3), bound=st.integers(0, 3), late=st.sampled_from(["wait", "drop"]))
-    def start(self, size, bound, late):
-        self.size, self.bound = size, bound
-        self.replay = Replay(
-            Rules(
-                batch_groups=size,
-                staleness_max=bound,
-                steps=1 << 20,
-                late=late,
-                late_seconds=10.0,
-                max_bytes=1 << 20,
-                heartbeat_seconds=30.0,
-            )
+    @initialize(
+        size=st.integers(1, 3),
+        bound=st.integers(0, 3),
+        late=st.sampled_from(["wait", "drop", "mask_tokens"]),
+        order=st.sampled_from(["deadline", "deadline", "deadline", "freshest", "uniform"]),
+        reuse=st.sampled_from([1, 1, 2, 3]),
+    )
+    def start(self, size, bound, late, order, reuse):
+        self.size, self.bound, self.reuse = size, bound, min(reuse, bound + 1)
+        self.rules = Rules(
+            batch_groups=size,
+            staleness_max=bound,
+            steps=1 << 20,
+            late=late,
+            late_seconds=10.0,
+            reuse=self.reuse,
+            order=order,
+            max_bytes=1 << 20,
+            heartbeat_seconds=30.0,
         )
+        self.replay = Replay(self.rules)
+        self.rows: dict[str, dict] = {}
+        self.contents: set[str] = set()
         self.now, self.asks, self.keys, self.life = 0.0, 0, 0, 1
         self.open: dict[int, tuple[str, int]] = {}
         self.accepted: dict[str, object] = {}
@@ -53,7 +64,7 @@ class QueueModel(RuleBasedStateMachine):
         self.parents: dict[int, int | None] = {}
         self.made_by: dict[int, list[str]] = {}
         self.checkpoint: int | None = None
-        self.orderly = True
+        self.orderly = order == "deadline" and late != "mask_tokens"
         self.join_all()
         self.publish(None)
 
@@ -82,7 +93,15 @@ class QueueModel(RuleBasedStateMachine):
         return None if common is None else up.index(common) + over.index(common)
 
     def take_events(self):
-        for event in self.replay.drain():
+        writing = self.replay.drain()
+        for (table, key), row in writing.rows.items():
+            if row is None:
+                self.rows.get(table, {}).pop(key, None)
+            else:
+                self.rows.setdefault(table, {})[key] = msgpack.unpackb(msgpack.packb(row), strict_map_key=False)
+        for name, content in writing.contents.items():
+            (self.contents.discard if content is None else self.contents.add)(name)
+        for event in writing.events:
             if event.kind == "voided":
                 self.open.pop(event.fields["ticket"], None)
             elif event.kind in ("dropped", "left"):
@@ -90,6 +109,18 @@ class QueueModel(RuleBasedStateMachine):
                 assert name not in self.dropped
                 self.dropped.add(name)
                 assert not self.orderly, f"{name} was thrown away"
+
+    @rule()
+    def queue_restarts(self):
+        """From what was saved the same queue comes back."""
+        self.take_events()
+        before, self.replay = self.replay, Replay.restore(self.rules, self.rows, now=self.now)
+        assert self.replay.statistics() == before.statistics()
+        assert sorted(self.replay.deadlines()) == sorted(before.deadlines())
+        assert self.replay.next_depth == before.next_depth
+        assert self.replay.items.streams == before.items.streams
+        assert sorted(self.replay.held) == sorted(before.held)
+        assert not self.replay.drain()
 
     # ---------------------------------------------------------------- actors
 
@@ -108,8 +139,8 @@ class QueueModel(RuleBasedStateMachine):
 
     def put(self, ticket, versions, *, index=0, final=True):
         actor, _ = self.open[ticket]
-        group = groups.group(ticket, versions, index=index, actor=actor)
-        answer = self.replay.put(group, actor=actor, final=final, now=self.now)
+        group = groups.group(ticket, versions, index=index, actor=actor, environment="e")
+        answer = self.replay.put(group, group.pack(), actor=actor, final=final, now=self.now)
         if answer.status == "accepted":
             self.accepted[group.group_id] = group
         if final and answer.status in ("accepted", "stale", "duplicate"):
@@ -137,7 +168,7 @@ class QueueModel(RuleBasedStateMachine):
     def put_again(self, which):
         group = self.accepted[pick(which, self.accepted)]
         before = self.replay.statistics()
-        answer = self.replay.put(group, actor=group.actor, final=True, now=self.now)
+        answer = self.replay.put(group, group.pack(), actor=group.actor, final=True, now=self.now)
         self.open.pop(group.ticket, None)
         after = self.replay.statistics()
         assert answer.status in ("duplicate", "stale")
@@ -169,19 +200,21 @@ class QueueModel(RuleBasedStateMachine):
         assert len(names) == self.size
         for group in batch.groups:
             for version in group.versions:
-                assert self.distance(version, batch.version) == batch.distances[version]
-                assert batch.distances[version] <= self.bound
+                age = self.distance(version, batch.version)
+                assert batch.distances.get(version, age) == age
+                assert (age <= self.bound) == (version not in batch.masked)
+            assert not set(group.versions) <= set(batch.masked)
         self.replay.trained(version=batch.version)
         self.is_trained = True
         self.made_by[batch.version] = names
         self.trained.update(names)
-        assert set(self.trained.values()) <= {0, 1}, "a group was trained twice"
+        assert set(self.trained.values()) <= set(range(self.reuse + 1)), "a group was trained too often"
 
     @precondition(lambda self: not self.is_trained)
     @rule(train=st.booleans())
     def lease(self, train):
         answer = self.replay.lease(version=self.current, now=self.now)
-        if isinstance(answer, Batch):
+        if isinstance(answer, Lease):
             assert answer is self.replay.lease(version=self.current, now=self.now)
             if train:
                 self.train(answer)
@@ -221,7 +254,7 @@ class QueueModel(RuleBasedStateMachine):
         for _ in range(self.size * (self.bound + 2) * 4):
             answer = self.replay.lease(version=self.current, now=self.now)
             self.take_events()
-            if isinstance(answer, Batch):
+            if isinstance(answer, Lease):
                 return
             self.asks += 1
             grant = self.replay.ticket(actor="a", ask=self.asks, version=self.current, environment="e", now=self.now)
@@ -240,8 +273,21 @@ class QueueModel(RuleBasedStateMachine):
         assert counts["staleness_max"] <= self.bound
         trained = sum(self.trained.values())
         assert counts["groups_trained"] == trained
-        gone = sum(name in self.accepted for name in self.dropped)
-        assert counts["groups_accepted"] == counts["ready"] + counts["leased"] + trained + gone
+        held = set(self.replay.held)
+        assert held == self.contents
+        assert counts["groups_accepted"] == len(self.accepted)
+        at_hand = {entry.group_id for entry in self.replay.ready}
+        at_hand |= set(self.replay.leased.names if self.replay.leased else ())
+        assert at_hand <= held
+        for name in self.accepted:
+            # Nothing is lost, and nothing is trained that was dropped.
+            assert (name in self.dropped) + (self.trained[name] > 0 or name in at_hand) == 1, name
+        items = (
+            [t.item for t in self.replay.tickets] + [i for i, _ in self.replay.items.streams["e"].returned]
+            if ("e" in self.replay.items.streams)
+            else []
+        )
+        assert len(items) == len(set(items))
         if self.orderly:
             first, deadlines = self.replay.next_depth, self.replay.deadlines()
             for due in range(first, max(deadlines, default=first) + 1):

@@ -13,9 +13,9 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lachesis_transport.durable import Event, MemoryStore, Refused, StoreError, Writing
 from lachesis_transport.event_log import EventLog
 from lachesis_transport.sqlite_store import SqliteStore, peek
+from lachesis_transport.store import Event, MemoryStore, Refused, StoreError, Writing
 
 
 def sqlite_store(folder: Path) -> SqliteStore:

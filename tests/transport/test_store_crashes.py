@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from lachesis_transport.durable import Event, StoreError, Writing
 from lachesis_transport.event_log import EventLog
 from lachesis_transport.sqlite_store import SqliteStore, peek
+from lachesis_transport.store import Event, StoreError, Writing
 
 SAVER = Path(__file__).with_name("endless_saver.py")
 _spec = importlib.util.spec_from_file_location("endless_saver", SAVER)
