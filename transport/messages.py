@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -39,12 +40,13 @@ importance ratio could overflow the loss."""
 HIGHEST_LOGPROB = 1e-3
 """Highest behaviour log-prob of a trained token: 0, and what rounding may add to it."""
 
-MAX_ITEMS = 1 << 17
-"""Longest list in a message. A decoder reserves 8 bytes an item before it has seen one, at each of 1024 levels."""
+SHORT_LIST = 64
+"""A frame whose lists have at most so many items is decoded at once, another only after its lengths were checked."""
 
 MAX_TRAJECTORIES = 4096
 MAX_TOKENS = 4 * 1024 * 1024
 MAX_TEXT = 4096
+MAX_INTEGER = (1 << 63) - 1
 
 UNSAMPLED = -1
 """Version of a token that no policy sampled (prompt, tool output)."""
@@ -75,25 +77,39 @@ def pack(message: dict[str, Any]) -> bytes:
     return frame
 
 
-def unpack(frame: bytes | memoryview, *, longest: int = MAX_ITEMS) -> dict[str, Any]:
-    """Decode one message. `longest`: items that a list in it may have.
+def unpack(frame: bytes | memoryview) -> dict[str, Any]:
+    """Decode one message. What that allocates is bounded by a multiple of the frame's size, whatever it holds.
 
     Raises MessageError when the frame is oversized, is not msgpack or is not a map, and SchemaError when it was written
     under another schema version.
     """
-    size = len(frame)
-    if size > MAX_MESSAGE_BYTES:
-        raise MessageError(f"frame: {size} bytes, expected at most {MAX_MESSAGE_BYTES}")
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"frame: {len(frame)} bytes, expected at most {MAX_MESSAGE_BYTES}")
     try:
-        message = msgpack.unpackb(frame, max_array_len=longest if longest < size else size)
+        message = _decode(frame)
     except Exception as error:  # msgpack raises a dozen types on garbage
         raise MessageError(f"frame: not msgpack ({type(error).__name__}: {error})") from None
     if not isinstance(message, dict):
         raise MessageError(f"frame: {type(message).__name__}, expected a map")
     schema = message.pop("schema", None)
     if schema != SCHEMA:
-        raise SchemaError(f"schema: version {schema!r}, this process speaks version {SCHEMA}")
+        raise SchemaError(f"schema: version {_short(schema)}, this process speaks version {SCHEMA}")
     return message
+
+
+def _decode(frame: bytes | memoryview) -> Any:
+    # The decoder reserves a list before it has seen an item, at up to 1024 levels: a longer list only where it is real.
+    try:
+        return msgpack.unpackb(frame, max_array_len=SHORT_LIST, ext_hook=_refuse_extension)
+    except ValueError:
+        scan = msgpack.Unpacker(max_buffer_size=len(frame))
+        scan.feed(frame)
+        scan.skip()
+        return msgpack.unpackb(frame, ext_hook=_refuse_extension)
+
+
+def _refuse_extension(code: int, data: bytes) -> None:
+    raise ValueError(f"extension type {code} of {len(data)} bytes")
 
 
 _MISSING = object()
@@ -102,7 +118,7 @@ _MISSING = object()
 def take(message: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
     """`message[key]`, checked to be of `kind` (bool is not an int here; an int is accepted as a float)."""
     value = message.get(key, _MISSING)
-    if type(value) is kind and kind is not str:
+    if type(value) is kind and kind is not str and (kind is not int or value <= MAX_INTEGER):
         return value
     if value is _MISSING:
         raise MessageError(f"{key}: missing")
@@ -115,6 +131,8 @@ def take(message: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> An
         raise MessageError(f"{key}: {_short(value)}, expected {_kind_names(kinds)}")
     if isinstance(value, str) and len(value) > MAX_TEXT:
         raise MessageError(f"{key}: {len(value)} characters, expected at most {MAX_TEXT}")
+    if isinstance(value, int) and value > MAX_INTEGER:
+        raise MessageError(f"{key}: {value}, expected at most {MAX_INTEGER}")
     return value
 
 
@@ -122,8 +140,21 @@ def _kind_names(kinds: tuple[type, ...]) -> str:
     return " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
 
 
+class _Brief(reprlib.Repr):
+    """The repr of a value that a stranger sent: it looks at no more of it than it shows."""
+
+    def repr_str(self, value: str, level: int) -> str:
+        return repr(value[:100])
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return repr(value[:100])
+
+
+_BRIEF = _Brief()
+
+
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = _BRIEF.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -341,7 +372,7 @@ class Group:
 
         Raises MessageError, and SchemaError for a group packed under another schema version.
         """
-        return cls.from_wire(unpack(frame, longest=MAX_TRAJECTORIES))
+        return cls.from_wire(unpack(frame))
 
     def to_wire(self) -> dict[str, Any]:
         """The msgpack map of this group."""
@@ -475,7 +506,7 @@ class Batch:
             groups=tuple(_unpack_group(i, frame) for i, frame in enumerate(take(wire, "groups", list))),
             distances=dict(_distance(pair) for pair in take(wire, "distances", list)),
             scores=Scores.from_wire(take(wire, "scores", dict)),
-            dropped={reason: take(wire["dropped"], reason, int) for reason in take(wire, "dropped", dict)},
+            dropped=dict(_dropped(pair) for pair in take(wire, "dropped", dict).items()),
         )
 
 
@@ -505,3 +536,9 @@ def _distance(pair: Any) -> tuple[int, int]:
     if not isinstance(pair, list) or [type(x) for x in pair] != [int, int]:
         raise MessageError(f"distances: {_short(pair)}, expected [version, distance]")
     return pair[0], pair[1]
+
+
+def _dropped(pair: tuple[Any, Any]) -> tuple[str, int]:
+    if [type(x) for x in pair] != [str, int]:
+        raise MessageError(f"dropped: {_short(list(pair))}, expected a reason and a count")
+    return pair

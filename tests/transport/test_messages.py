@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
@@ -65,7 +66,8 @@ def test_a_batch_is_made_of_packed_groups_and_comes_back_as_it_was():
         ({"distances": [[1]]}, "distances: [1], expected [version, distance]"),
         ({"distances": [[1, "2"]]}, "distances: [1, '2'], expected [version, distance]"),
         ({"distances": 3}, "distances: 3, expected list"),
-        ({"dropped": {"stale": "x"}}, "stale: 'x', expected int"),
+        ({"dropped": {"stale": "x"}}, "dropped: ['stale', 'x'], expected a reason and a count"),
+        ({"dropped": {b"stale": 1}}, "dropped: [b'stale', 1], expected a reason and a count"),
     ],
 )
 def test_a_malformed_batch_is_refused_by_name(changes, text):
@@ -239,3 +241,11 @@ def test_other_schemas_and_garbage_are_refused():
         unpack(b"\xc1")
     with pytest.raises(MessageError, match=r"n: True, expected int"):
         take({"n": True}, "n", int)
+    with pytest.raises(MessageError, match=r"n: 9223372036854775808, expected at most 9223372036854775807"):
+        take({"n": 1 << 63}, "n", int)
+    with pytest.raises(MessageError, match=r"schema: version 'x{76}\.\.\., this process speaks version 2"):
+        unpack(msgpack.packb({"schema": "x" * 1000}))
+    with pytest.raises(MessageError, match=r"frame: not msgpack \(ValueError: extension type 5 of 2 bytes\)"):
+        unpack(msgpack.packb({"schema": 2, "x": msgpack.ExtType(5, b"ab")}))
+    with pytest.raises(MessageError, match=r"n: b'x{75}\.\.\., expected int"):
+        take({"n": b"x" * 10000}, "n", int)
