@@ -34,6 +34,7 @@ SILENCE_MS = 10_000
 LINGER_MS = 1_000
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 2_000
+CLOSING_MS = 1_000
 HANDSHAKE_MS = 10_000
 CURVE_BYTES = 33
 """What CURVE adds to a frame."""
@@ -159,6 +160,7 @@ async def open_socket(
     keys: Keys | None = None,
 ) -> AsyncIterator[Socket]:
     """A socket for the length of the block; on exit, what was sent still goes out for up to a second, without waiting.
+    A listener's address is free at once.
 
     `high_water` bounds the messages that wait in each direction, a peer. A connecting socket sends only while it is
     connected: nothing piles up for a peer that is away. With `keys` every byte is encrypted, a listener answers only
@@ -198,10 +200,7 @@ async def open_socket(
                         door = stack.enter_context(context.socket(zmq.REP))
                         door.bind(ZAP)
                         nursery.start_soon(_admit, Socket(door), admitted, bind)
-                    try:
-                        socket.bind(bind)
-                    except zmq.ZMQError as error:
-                        raise OSError(error.errno, f"address: {bind} cannot be bound: {error.strerror}") from None
+                    stack.enter_context(_bound(socket, bind))
                 else:
                     if keys is not None:
                         keys.secure_client(socket)
@@ -212,6 +211,25 @@ async def open_socket(
                     yield wrapped
                 finally:
                     nursery.cancel_scope.cancel()
+
+
+@contextmanager
+def _bound(socket: zmq.Socket[bytes], address: str) -> Iterator[None]:
+    """Listens at `address`, which is free again afterwards: ZeroMQ closes a listener some time after its socket."""
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"address: {address} cannot be bound: {error.strerror}") from None
+    closing = f"inproc://closing-{id(socket)}"
+    socket.monitor(closing, zmq.EVENT_CLOSED)
+    with socket.context.socket(zmq.PAIR) as monitor:
+        monitor.linger = 0
+        monitor.connect(closing)
+        try:
+            yield
+        finally:
+            socket.close()
+            monitor.poll(CLOSING_MS)
 
 
 @contextmanager

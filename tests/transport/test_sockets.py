@@ -9,6 +9,7 @@ import pytest
 import trio
 import zmq
 
+from lachesis_transport.keys import Keys, make_keys
 from lachesis_transport.sockets import check_loopback, open_socket
 
 SECONDS = 20
@@ -164,3 +165,22 @@ async def test_a_peer_that_comes_back_is_found_again():
             async with open_socket(zmq.ROUTER, bind=address) as server:
                 await client.send([b"2"])
                 assert (await server.receive())[1].bytes == b"2"
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_the_address_of_a_closed_listener_is_free_at_once(tmp_path, keyed):
+    keys = None
+    if keyed:
+        make_keys(tmp_path)
+        keys = Keys(tmp_path)
+    with trio.fail_after(SECONDS):
+        async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0", keys=keys) as server:
+            address = server.address
+        for _ in range(20):
+            async with open_socket(zmq.DEALER, connect=address, keys=keys) as client:
+                async with open_socket(zmq.ROUTER, bind=address, keys=keys) as server:
+                    await client.send([b"?"])
+                    route, _ = await server.receive()
+                    await server.send([route.bytes, b"!"])
+                    assert (await client.receive())[0].bytes == b"!"
