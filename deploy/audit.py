@@ -24,14 +24,14 @@ def lasting(metrics: list[Record]) -> list[Record]:
     return kept
 
 
-def audit(metrics: list[Record], events: list[Record]) -> dict[str, Any]:
+def audit(metrics: list[Record], events: list[Record], *, reuse: int = 1) -> dict[str, Any]:
     """Where every group went: the fields groups_trained, _lost, _duplicated, _unknown and _left of a summary.
 
     Of the two records of what was trained, the learner's (`metrics`, only lasting steps) and the queue's, neither may
-    show a group twice.
+    show a group more than `reuse` times.
     """
     times_trained = Counter(group for record in metrics for group in record.get("group_ids") or [])
-    twice = {group for group, times in times_trained.items() if times > 1} | _trained_again(events)
+    duplicated = {g for counts in (times_trained, _given(events)) for g, times in counts.items() if times > reuse}
     accepted = {event.get("group") for event in of_kind(events, "accepted")}
     dropped = {event.get("group") for event in of_kind(events, "dropped")}
     left = {event.get("group") for event in of_kind(events, "left")}
@@ -39,29 +39,25 @@ def audit(metrics: list[Record], events: list[Record]) -> dict[str, Any]:
     return {
         "groups_trained": times_trained.total(),
         "groups_lost": len(accepted - dropped - left - times_trained.keys()) if ended else None,
-        "groups_duplicated": len(twice),
+        "groups_duplicated": len(duplicated),
         "groups_unknown": len(times_trained.keys() - accepted) if accepted else None,
         "groups_left": len(left) if ended else None,
     }
 
 
-def _trained_again(events: list[Record]) -> set[Any]:
-    """Groups that the queue saw trained twice, without having taken them back in between from a learner that died."""
-    trained: set[Any] = set()
-    again: set[Any] = set()
+def _given(events: list[Record]) -> Counter[Any]:
+    """How often the queue saw each group trained, in batches that it has not taken back from a learner that died."""
+    batches: dict[Any, list[Any]] = {}
     for event in events:
-        groups = event.get("groups")
-        if not isinstance(groups, list):
-            continue
+        version, groups = event.get("version"), event.get("groups")
         if event.get("kind") == "returned":
-            trained.difference_update(groups)
-        elif event.get("kind") == "trained":
-            again.update(trained.intersection(groups))
-            trained.update(groups)
-    return again
+            batches.pop(version, None)
+        elif event.get("kind") == "trained" and isinstance(groups, list):
+            batches.setdefault(version, []).extend(groups)
+    return Counter(group for groups in batches.values() for group in groups)
 
 
 def _has_ended(events: list[Record]) -> bool:
     """Whether the run has finished and was not continued, with more steps, since."""
-    kinds = [event.get("kind") for event in events if event.get("kind") in ("finished", "reserved")]
+    kinds = [event.get("kind") for event in events if event.get("kind") in ("finished", "reopened", "reserved")]
     return bool(kinds) and kinds[-1] == "finished"

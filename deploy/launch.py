@@ -164,7 +164,13 @@ def close_run(folder: Path) -> Summary:
     metrics, events, queue = lasting(read_all(folder / METRICS)), read_all(folder / EVENTS), read_json(folder / QUEUE)
     if not metrics and not events:
         raise ConfigError([f"{folder}: has neither {METRICS} nor {EVENTS}, expected the folder of a run"])
-    summary = summarise(metrics, events, queue, staleness_bound=config.staleness.max if config else None)
+    summary = summarise(
+        metrics,
+        events,
+        queue,
+        staleness_bound=config.staleness.max if config else None,
+        reuse=config.staleness.reuse if config else 1,
+    )
     write_whole(folder / SUMMARY, summary.to_json())
     name = config.run.name if config else folder.name
     write_whole(folder / REPORT, render_report(name, summary, metrics, events))

@@ -17,6 +17,7 @@ FIXED = {
     "model.path": "the checkpoints are of that model",
     "queue.batch_groups": "the queue has promised places in batches of that size",
     "staleness.max": "the queue has promised deadlines under that bound",
+    "staleness.reuse": "the queue has promised places for that many uses of a group",
     "learner.ranks": "the optimizer's state is split over as many",
     "learner.precision": "the optimizer's state is for it",
     "learner.betas": "they are part of the optimizer's state",

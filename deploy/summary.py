@@ -62,7 +62,8 @@ class Summary:
     groups_lost: int | None
     """Groups that the queue accepted and that were neither trained nor dropped nor left over; None before the end."""
     groups_duplicated: int
-    """Groups that were trained more than once; what a learner lost when it died, and trained again, counts once."""
+    """Groups that were trained more often than `staleness.reuse`. What a learner lost when it died, and trained again,
+    counts once."""
     groups_unknown: int | None
     """Groups that were trained without having been accepted."""
     groups_left: int | None
@@ -147,7 +148,12 @@ class Summary:
 
 
 def summarise(
-    metrics: list[Record], events: list[Record], queue: Record | None, *, staleness_bound: int | None
+    metrics: list[Record],
+    events: list[Record],
+    queue: Record | None,
+    *,
+    staleness_bound: int | None,
+    reuse: int = 1,
 ) -> Summary:
     """The summary of a run.
 
@@ -156,6 +162,7 @@ def summarise(
         events: lines of events.jsonl.
         queue: queue.json.
         staleness_bound: S of the configuration.
+        reuse: R of the configuration.
     """
     metrics = lasting(metrics)
     rewards = numbers(metrics, "reward_mean")
@@ -177,7 +184,7 @@ def summarise(
         staleness_max=int(max(staleness)) if staleness else None,
         staleness_mean=_mean(numbers(metrics, "staleness_mean")),
         bound_violations=_violations(staleness, queue, staleness_bound),
-        **audit(metrics, events),
+        **audit(metrics, events, reuse=reuse),
         groups_dropped=_counts(of_kind(events, "dropped"), queue, "groups_dropped"),
         tickets_voided=_counts(of_kind(events, "voided"), queue, "tickets_voided"),
         delta_bytes_mean=_mean(numbers(metrics, "delta_bytes")),
