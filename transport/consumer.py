@@ -66,7 +66,7 @@ class Consumer:
         """The batch leased for `version` has changed the weights. Returns whether the queue wants a checkpoint now,
         as it holds much that none covers."""
         reply = await self._request("trained", f"batch {version} to be noted as trained", version=version)
-        return take(reply, "checkpoint_wanted", bool) if "checkpoint_wanted" in reply else False
+        return take(reply, "checkpoint_wanted", bool)
 
     async def commit(self, version: int, checkpoint: str) -> None:
         """A durable checkpoint holds the weights of `version`: the groups that made it may be forgotten."""
