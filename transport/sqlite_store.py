@@ -41,8 +41,9 @@ PAGE_BYTES = 1 << 13
 CACHE_BYTES = 64 << 20
 CHECKPOINT_BYTES = 32 << 20
 WAL_BYTES = 64 << 20
-"""Larger pages suit large groups, smaller ones the rows. The write-ahead log is copied back at CHECKPOINT_BYTES and cut to WAL_BYTES
-after a larger transaction. The database reuses the pages of what was deleted: it stays as large as the most it held."""
+"""Larger pages suit large groups, smaller ones the rows. The write-ahead log is copied back at CHECKPOINT_BYTES and cut
+to WAL_BYTES after a larger transaction. The database reuses the pages of what was deleted: it stays as large as the
+most it held."""
 
 SYNC_LINES = 1024
 SYNC_SECONDS = 2.0

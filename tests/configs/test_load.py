@@ -138,7 +138,7 @@ def test_every_mistake_is_reported_with_its_key_value_and_expectation(write):
             "environments.0.grup_size: unknown key, value 4, did you mean group_size?",
             "environments.0.workers: value 'yes', expected a whole number",
             "weights: value 4, expected a map of keys",
-            "staleness.late: value 'drip', expected one of wait, drop; did you mean drop?",
+            "staleness.late: value 'drip', expected one of wait, drop, mask_tokens; did you mean drop?",
             "lr: unknown key, value 3, did you mean learner.lr?",
         ]
     )

@@ -140,7 +140,7 @@ async def test_garbage_is_answered_and_harms_nobody(tmp_path):
                 await producer.ticket(version=version, environment="sums")
             await consumer.published(version)
             with pytest.raises(
-                QueueError, match=r"version: 9, expected one that the learner has published \(up to 0\)"
+                QueueError, match=r"version: 9, expected one that .* published \(up to 0\)"
             ):
                 await producer.ticket(version=9, environment="sums")
             with pytest.raises(QueueError, match="version: 7"):
