@@ -67,16 +67,17 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def placed(config: Config, folder: Path, model: Path) -> Config:
-    """`config` as it is run: in `folder`, with `model` found and every port 0 replaced by a free one.
+    """`config` as it is run: in `folder`, with `model` and the keys found and every port 0 replaced by a free one.
 
     Raises ConfigError naming the key when an address is taken or is not on this node.
     """
     queue, weights = _free({"queue.address": config.queue.address, "weights.address": config.weights.address})
     if config.actor.port:
         _free({f"actor.port + {i}": f"tcp://127.0.0.1:{config.actor.port + i}" for i in range(config.actor.count)})
+    keys = None if config.run.keys is None else str(Path(config.run.keys).resolve())
     return config.model_copy(
         update={
-            "run": config.run.model_copy(update={"folder": str(folder.resolve())}),
+            "run": config.run.model_copy(update={"folder": str(folder.resolve()), "keys": keys}),
             "model": config.model.model_copy(update={"path": str(model.resolve())}),
             "queue": config.queue.model_copy(update={"address": queue}),
             "weights": config.weights.model_copy(update={"address": weights}),

@@ -36,6 +36,7 @@ from lachesis_deploy.records import numbers, read_all, read_json
 from lachesis_deploy.resume import check_resumable, folder_to_resume, nothing_left
 from lachesis_deploy.summary import Summary, summarise
 from lachesis_deploy.supervisor import GRACE_SECONDS, RoleFailed, supervise
+from lachesis_transport.keys import load_keys
 
 logger = logging.getLogger("lachesis.launch")
 
@@ -201,6 +202,8 @@ def _checked(config: Config) -> Path:
     """The model's folder, once everything that can be wrong with `config` on this node has been looked at."""
     # Ports first and the folder last: a launch that cannot start converts no model and leaves no empty folder.
     placed(config, Path(), Path())
+    if (keys := load_keys(config)) is not None:
+        keys.check()
     for i, environment in enumerate(config.environments):
         file = environment.path.partition(":")[0]
         if environment.path not in BUILT_IN and not Path(file).is_file():

@@ -15,6 +15,7 @@ import zmq
 import lachesis
 from lachesis_configs.load import ConfigError, load_config
 from lachesis_configs.schema import Config
+from lachesis_deploy.folder import placed
 from lachesis_deploy.status import ask_status
 from lachesis_transport.broker import serve_queue
 from lachesis_transport.client import QueueError, queue_status
@@ -251,6 +252,12 @@ async def test_the_queue_end_to_end(fleet, tmp_path):
             nursery.cancel_scope.cancel()
 
 
+def test_a_launch_names_the_folder_of_keys_for_every_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config.model_validate({"run": {"keys": "k"}, "queue": {"address": "tcp://127.0.0.1:0"}})
+    assert placed(config, tmp_path, tmp_path).run.keys == str(tmp_path / "k")
+
+
 def test_no_keys_without_a_folder():
     assert load_keys(Config()) is None
     assert load_keys(Config.model_validate({"run": {"keys": "k"}})) == Keys(Path("k"))
@@ -331,11 +338,13 @@ def test_files_that_are_missing_or_malformed_are_named_and_secrets_are_not(fleet
     assert "server.key_secret holds no secret key with its public key" in error(listener, "listener")
 
 
-@pytest.mark.parametrize("verb", [["queue"], ["status"], ["actor"]])
+@pytest.mark.parametrize("verb", [["launch"], ["queue"], ["status"], ["actor"]])
 def test_a_role_without_its_files_ends_with_one_line_and_code_2(tmp_path, capsys, verb):
     config = tmp_path / "config.yaml"
     config.write_text(f"run: {{keys: {tmp_path}, folder: {tmp_path / 'run'}}}")
-    assert lachesis.main([*verb, str(config), "queue.address=tcp://127.0.0.1:1"]) == 2
+    assert (
+        lachesis.main([*verb, str(config), "queue.address=tcp://127.0.0.1:0", "weights.address=tcp://127.0.0.1:0"]) == 2
+    )
     *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith(f"lachesis {verb[0]}: run.keys: {tmp_path}")
     assert "lachesis keys FOLDER" in last
