@@ -23,7 +23,9 @@ ATTEMPTS = 3
 MAX_STREAMS = 1024
 """Environments of one run."""
 
-BLAMELESS = frozenset({"cancelled", "actor_left", "actor_expired", "stale", "finished", "no_item"})
+BLAMELESS = frozenset(
+    {"cancelled", "actor_left", "actor_expired", "actor_stopped", "client_gone", "stale", "finished", "no_item"}
+)
 """Reasons of a void that say nothing about the prompt."""
 
 

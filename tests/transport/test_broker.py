@@ -139,9 +139,7 @@ async def test_garbage_is_answered_and_harms_nobody(tmp_path):
             with pytest.raises(QueueError, match="version: 0, expected one that the learner has published"):
                 await producer.ticket(version=version, environment="sums")
             await consumer.published(version)
-            with pytest.raises(
-                QueueError, match=r"version: 9, expected one that .* published \(up to 0\)"
-            ):
+            with pytest.raises(QueueError, match=r"version: 9, expected one that .* published \(up to 0\)"):
                 await producer.ticket(version=9, environment="sums")
             with pytest.raises(QueueError, match="version: 7"):
                 await consumer.published(7)
