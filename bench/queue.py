@@ -127,7 +127,7 @@ def _group(ticket: Ticket) -> Group:
 def _echo_rate(address: str, batches: int) -> float:
     """A group is a small round trip (its ticket), one with its bytes (put), and its bytes back once a batch (lease)."""
     small = pack({"op": "ticket"})
-    group = pack({"group": _group(Ticket(ticket=0, deadline=0, version=0)).pack()})
+    group = pack({"group": _group(Ticket(ticket=0, deadline=0, version=0, item=0)).pack()})
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(address)
         start = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from typing import Any, TypeVar
 
 from lachesis_transport.store import Event
@@ -29,7 +30,8 @@ COUNTED = (
     "replies_lost",
 )
 
-Key = TypeVar("Key", int, str)
+Key = TypeVar("Key", bound=Hashable)
+Fate = TypeVar("Fate")
 
 
 class Ledger:
@@ -112,7 +114,7 @@ class Ledger:
         self._ends = max((number for number, _ in self.groups.values()), default=0)
 
 
-def _remember(memory: Table[Key, str], key: Key, fate: str) -> None:
+def _remember(memory: Table[Key, Fate], key: Key, fate: Fate) -> None:
     memory[key] = fate
     while len(memory) > REMEMBERED:
         del memory[next(iter(memory))]

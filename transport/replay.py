@@ -149,10 +149,6 @@ class Replay(Intake):
             self._since = now
         return True
 
-    def _progress(self, now: float) -> None:
-        if self._waiting == "groups":
-            self._since = now
-
     def _purge(self, version: int) -> None:
         """The hard bound: drop what is too old to train `version`, token by token, in the lineage tree."""
         for entry in list(self._ready.values()):

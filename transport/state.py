@@ -262,6 +262,11 @@ class State:
 
     # ------------------------------------------------------------------ endings
 
+    def _progress(self, now: float) -> None:
+        """Something came or went: whoever waits for enough groups may go on waiting."""
+        if self._waiting == "groups":
+            self._since = now
+
     def _return_lease(self) -> None:
         if self._lease is not None:
             lease, self._lease = self._lease, None

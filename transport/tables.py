@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
-K = TypeVar("K", int, str)
+K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
