@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lachesis_transport.decisions import Finished, Grant, NameTaken, NotJoined, ReplayError, Rules, Wait
-from lachesis_transport.messages import Scores
+from lachesis_transport.decisions import Fenced, Finished, Grant, NameTaken, NotJoined, ReplayError, Rules, Wait
+from lachesis_transport.messages import Group, Scores, content_id
 from lachesis_transport.records import OVERHEAD_BYTES, Lease
 from lachesis_transport.replay import Replay
+from lachesis_transport.store import Event
 
 _spec = importlib.util.spec_from_file_location("groups", Path(__file__).with_name("groups.py"))
 groups = importlib.util.module_from_spec(_spec)
@@ -398,3 +401,238 @@ def test_the_learner_is_told_what_it_did_out_of_turn():
     bench.replay.trained(version=0)
     with pytest.raises(ReplayError, match="version: 0 is trained already"):
         bench.replay.lease(version=0, now=0)
+
+
+# ---------------------------------------------------------------- prompts, turns, reuse, orders, masks, restarts
+
+
+def items(bench: Bench) -> list[int]:
+    return [ticket.item for ticket in bench.replay.tickets]
+
+
+def test_each_prompt_is_used_once_whatever_becomes_of_its_ticket():
+    bench = Bench(batch_groups=4)
+    tickets = [bench.ticket() for _ in range(5)]
+    assert items(bench) == [0, 1, 2, 3, 4]
+    void = bench.replay.void
+    void(actor="a", ticket=tickets[0], reason="cancelled", scores=None, now=0)
+    void(actor="a", ticket=tickets[1], reason="no_variance", scores=Scores.of([1.0, 1.0]), now=0)
+    void(actor="a", ticket=tickets[2], reason="dropped_by_environment", scores=Scores(), now=0)
+    bench.put(tickets[3])
+    assert bench.replay.tickets[-1].item == 4
+    again = [bench.ticket() for _ in range(2)]
+    assert items(bench) == [4, 0, 5]  # what was given back comes first, what was used never
+    assert again == [5, 6]
+
+
+def test_the_prompt_of_a_group_that_gets_too_old_comes_again():
+    bench = Bench(batch_groups=1, staleness_max=2)
+    for _ in range(3):
+        bench.put(bench.ticket())
+    bench.train()
+    bench.train()
+    bench.put(bench.ticket())
+    resumed(bench, 0)
+    assert [bench.train() for _ in range(2)] == [["0:0"], ["1:0"]]  # 2:0 is too old by the time, 3:0 is of version 2
+    assert bench.replay.statistics()["groups_dropped"] == {"stale": 1}
+    bench.ticket()
+    assert items(bench) == [3]
+    assert bench.replay.statistics()["items_skipped"] == 0
+
+
+def test_a_prompt_that_fails_three_times_is_skipped_and_counted():
+    bench = Bench()
+    for _ in range(3):
+        ticket = bench.ticket()
+        assert items(bench) == [0]
+        bench.replay.void(actor="a", ticket=ticket, reason="failed", scores=None, now=0)
+    bench.ticket()
+    assert items(bench) == [1]
+    assert bench.replay.statistics()["items_skipped"] == 1
+    assert "skipped" in bench.kinds()
+
+
+def test_turns_follow_weights_and_then_the_actor_with_fewer_tickets():
+    bench = Bench(batch_groups=200, weights={"often": 3.0, "seldom": 1.0})
+    bench.replay.join(role="actor", name="b", incarnation="1", now=0)
+    given: Counter[tuple[str, str]] = Counter()
+    for ask in range(160):
+        turn = min(
+            ((actor, environment) for environment in ("often", "seldom") for actor in "ab"),
+            key=lambda kind: bench.replay.turn(*kind),
+        )
+        given[turn] += 1
+        bench.replay.ticket(actor=turn[0], ask=ask, version=0, environment=turn[1], now=0)
+    assert given["a", "often"] + given["b", "often"] == 120
+    assert given["a", "often"] + given["a", "seldom"] == 80
+
+
+def test_an_environment_that_was_away_does_not_take_everything_afterwards():
+    bench = Bench(batch_groups=100, staleness_max=0)
+    for ask in range(50):
+        bench.replay.ticket(actor="a", ask=ask, version=0, environment="busy", now=0)
+    bench.replay.rules = replace(bench.replay.rules, batch_groups=1000)
+    bench.replay.ticket(actor="a", ask=99, version=0, environment="late", now=0)
+    ahead = bench.replay.items.clock("busy") - bench.replay.items.clock("late")
+    assert 0 <= ahead <= 50
+
+
+def test_a_group_trains_as_many_batches_as_planned_each_time_within_the_bound():
+    bench = Bench(batch_groups=1, staleness_max=3, reuse=2)
+    bench.put(bench.ticket())
+    bench.put(bench.ticket())
+    assert isinstance(bench.ticket(), Wait)  # four batches within the bound, and all of them are planned
+    assert [bench.train() for _ in range(4)] == [["0:0"], ["1:0"], ["0:0"], ["1:0"]]
+    bench.replay.commit(version=4, checkpoint="all")
+    counts = bench.replay.statistics()
+    assert (counts["groups_trained"], counts["uses_forgone"], counts["staleness_max"]) == (4, 0, 3)
+    assert bench.replay.held == []
+
+
+def test_uses_after_a_checkpoint_are_given_back_with_the_rest():
+    bench = Bench(batch_groups=1, staleness_max=3, reuse=2)
+    bench.put(bench.ticket())
+    bench.put(bench.ticket())
+    assert [bench.train() for _ in range(2)] == [["0:0"], ["1:0"]]
+    bench.replay.commit(version=1, checkpoint="one")
+    assert bench.train() == ["0:0"]
+    resumed(bench, 1)
+    assert sorted(entry.uses for entry in bench.replay.ready) == [0, 1]
+    assert [bench.train() for _ in range(2)] == [["1:0"], ["0:0"]]
+    assert bench.replay.statistics()["bound_violations"] == 0
+
+
+def test_freshest_and_uniform_keep_the_bound_and_drop_what_they_leave_behind():
+    bench = Bench(batch_groups=1, order="freshest")
+    for _ in range(2):
+        bench.put(bench.ticket())
+    bench.train()
+    bench.put(bench.ticket())
+    assert bench.train() == ["2:0"]
+    bench.put(bench.ticket())
+    assert bench.train() == ["3:0"]
+    assert bench.replay.statistics()["groups_dropped"] == {"stale": 1}
+    chosen = set()
+    for seed in range(20):
+        bench = Bench(batch_groups=1, order="uniform", seed=seed)
+        for _ in range(2):
+            bench.put(bench.ticket())
+        chosen.add(bench.lease().names[0])
+    assert chosen == {"0:0", "1:0"}
+
+
+def test_a_late_group_trains_the_tokens_that_are_young_enough():
+    bench = Bench(batch_groups=1, late="mask_tokens")
+    late = bench.ticket()
+    bench.put(bench.ticket())
+    bench.train()
+    bench.put(bench.ticket())
+    bench.train()  # nobody waits for the straggler
+    bench.put(bench.ticket())
+    bench.train()
+    assert bench.put(late, [0, 1, 2, 3]).status == "accepted"
+    lease = bench.lease()
+    assert (lease.names, lease.masked, lease.distances) == (["0:0"], (0, 1), {2: 1, 3: 0})
+    bench.replay.trained(version=3)
+    counts = bench.replay.statistics()
+    assert (counts["bound_violations"], counts["staleness_max"]) == (0, 1)
+    assert bench.put(late, [0]).status == "duplicate"
+
+
+def test_a_late_group_without_a_young_token_is_stale():
+    bench = Bench(batch_groups=1, late="mask_tokens")
+    late = bench.ticket()
+    for _ in range(3):
+        bench.put(bench.ticket())
+        bench.train()
+    assert bench.put(late, [0, 1]).status == "stale"
+    bench.ticket()
+    assert items(bench) == [0]
+
+
+def test_tokens_of_a_version_that_was_never_published_are_invalid():
+    bench = Bench()
+    ticket = bench.ticket()
+    bench.replay.reserve(parent=0, key="ahead")
+    assert (
+        bench.put(ticket, [1]).reason == "versions: version: 1, expected one that the learner has published (up to 0)"
+    )
+    bench.replay.published(1)
+    assert bench.put(ticket, [1]).status == "accepted"
+
+
+def test_groups_without_a_ticket_are_paced_like_tickets():
+    bench = Bench(batch_groups=1)
+
+    def put(score: float, **changes):
+        trajectories = (groups.trajectory([0], score),)
+        group = Group(
+            group_id=changes.pop("group_id", content_id(trajectories)),
+            ticket=None,
+            actor="a",
+            environment="sums",
+            trajectories=trajectories,
+        )
+        return bench.replay.put(group, group.pack(), actor="a", final=True, now=0)
+
+    assert put(0.0, group_id="made-up").reason.startswith("group_id: 'made-up', expected ")
+    assert [put(score).status for score in (0.0, 1.0, 0.0, 2.0)] == ["accepted", "accepted", "duplicate", "full"]
+    bench.train()
+    assert (put(2.0).status, put(0.0).status) == ("full", "duplicate")
+    bench.train()
+    assert put(2.0).status == "stale"
+
+
+def test_a_learner_that_was_replaced_is_refused_for_ever():
+    bench = resumed(Bench(), 0)
+    for _ in range(2):
+        with pytest.raises(Fenced, match="incarnation: '1' of learner 'l' was replaced"):
+            bench.replay.join(role="learner", name="l", incarnation="1", now=0)
+        bench.replay.leave(role="learner", name="l")
+
+
+def test_reports_are_logged_once():
+    bench = Bench()
+    bench.kinds()
+    for number in (1, 1, 2):
+        bench.replay.report(role="actor", name="a", number=number, events=[Event("activity", {"n": number}, "a")])
+    assert [event.fields["n"] for event in bench.replay.drain().events] == [1, 2]
+
+
+def saved(bench: Bench) -> dict[str, dict]:
+    rows: dict[str, dict] = {}
+    for (table, key), row in bench.replay.drain().rows.items():
+        if row is not None:
+            rows.setdefault(table, {})[key] = row
+    return rows
+
+
+def test_a_queue_that_comes_back_waits_for_its_clients_and_goes_on_in_a_longer_run():
+    bench = Bench(steps=1)
+    ticket, other = bench.ticket(), bench.ticket()
+    bench.put(ticket)
+    bench.put(other)
+    bench.train()
+    bench.replay.finish(version=1)
+    rows = saved(bench)
+    back = Replay.restore(replace(bench.replay.rules, steps=1), rows, now=100.0)
+    assert (back.final, list(back.actors)) == (1, ["a"])
+    back.expire(109.0)
+    assert list(back.actors) == ["a"]
+    back.expire(111.0)
+    assert back.actors == {}
+    longer = Replay.restore(replace(bench.replay.rules, steps=2), rows, now=0.0)
+    assert longer.final is None
+    assert isinstance(longer.ticket(actor="a", ask=9, version=1, environment="sums", now=0), Grant)
+
+
+def test_a_lower_bound_takes_back_a_lease_that_breaks_it():
+    bench = Bench(batch_groups=1)
+    bench.put(bench.ticket())
+    bench.put(bench.ticket())
+    bench.train()
+    assert bench.lease().distances == {0: 1}
+    back = Replay.restore(replace(bench.replay.rules, staleness_max=0), saved(bench), now=0.0)
+    assert back.leased is None
+    assert isinstance(back.lease(version=1, now=0), Wait)
+    assert back.statistics()["groups_dropped"] == {"stale": 1}
