@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -195,8 +195,9 @@ class QueueClient:
                 if reply.get("code") != "name_taken":
                     raise QueueError(f"hello: {reply.get('error', 'no reason given')}")
                 if deadline is None:
-                    # The one before us may be dead and not yet given up.
-                    deadline = trio.current_time() + 2.0 * take(reply, "heartbeat_seconds", float)
+                    # The one before us may be dead and not yet given up; a queue that restarts meanwhile gives it as
+                    # long again.
+                    deadline = trio.current_time() + 4.0 * take(reply, "heartbeat_seconds", float)
                 elif trio.current_time() > deadline:
                     raise QueueError(f"hello: {reply['error']}")
                 waiting.note(str(reply["error"]))
@@ -283,26 +284,31 @@ async def open_client(
 ) -> AsyncIterator[QueueClient]:
     """A client that the queue has welcomed, waiting for the queue for ever; says goodbye on exit.
 
+    A cancellation from outside ends the block, but not the connection: the queue hears of a client, and answers it,
+    until the block has handed back what it holds.
+
     Raises QueueError when the queue refuses: another live client keeps the name, say.
     """
     with plain_errors():
         async with open_socket(zmq.DEALER, connect=address, keys=keys) as socket, trio.open_nursery() as nursery:
             client = QueueClient(socket, address=address, role=role, name=name, incarnation=incarnation)
-            nursery.start_soon(client._receive)
-            await client._greet(Waiting(f"{name}: waiting for the replay queue", address))
-            beats = trio.CancelScope()
+            receiving, beating = trio.CancelScope(shield=True), trio.CancelScope(shield=True)
 
-            async def beat() -> None:
-                with beats:
-                    await client._beat()
+            async def run(scope: trio.CancelScope, function: Callable[[], Awaitable[None]]) -> None:
+                with scope:
+                    await function()
 
-            nursery.start_soon(beat)
+            nursery.start_soon(run, receiving, client._receive)
             try:
-                yield client
+                await client._greet(Waiting(f"{name}: waiting for the replay queue", address))
+                nursery.start_soon(run, beating, client._beat)
+                try:
+                    yield client
+                finally:
+                    beating.cancel()
+                    await client._leave()
             finally:
-                beats.cancel()
-                await client._leave()
-                nursery.cancel_scope.cancel()
+                receiving.cancel()
 
 
 async def queue_status(address: str, *, seconds: float = 5.0, keys: Keys | None = None) -> dict[str, Any]:
