@@ -50,7 +50,7 @@ SYNC_SECONDS = 2.0
 """The event log is fsynced, and the outbox emptied, after so many lines or seconds."""
 
 BUSY_SECONDS = 5.0
-SELECTED = 64
+SELECTED = (1, 8, 64)
 
 TABLES = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
@@ -199,12 +199,13 @@ class _Pending:
 
 
 def _select(db: sqlite3.Connection, statement: str, names: Sequence[str]) -> list[tuple]:
-    """Run `statement` for up to SELECTED names at a time: few statements, always the same text."""
+    """Run `statement` for many names at a time, with few texts so that SQLite parses each once."""
     found = []
-    for start in range(0, len(names), SELECTED):
-        chosen = [*names[start : start + SELECTED]]
-        chosen += chosen[-1:] * (SELECTED - len(chosen))
-        found += db.execute(f"{statement} ({','.join('?' * SELECTED)})", chosen).fetchall()
+    for start in range(0, len(names), SELECTED[-1]):
+        chosen = [*names[start : start + SELECTED[-1]]]
+        width = next(width for width in SELECTED if width >= len(chosen))
+        chosen += chosen[-1:] * (width - len(chosen))
+        found += db.execute(f"{statement} ({','.join('?' * width)})", chosen).fetchall()
     return found
 
 
