@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -256,7 +256,11 @@ class QueueClient:
             self.state = QueueState(**take(reply, "state", dict))
 
     async def _leave(self) -> None:
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + GOODBYE_SECONDS):
+        # A queue that does not know this client any more needs no goodbye.
+        with (
+            trio.CancelScope(shield=True, deadline=trio.current_time() + GOODBYE_SECONDS),
+            suppress(QueueError),
+        ):
             while self._reports:
                 await self._send_reports("heartbeat")
             await self._send_reports("goodbye")

@@ -142,12 +142,13 @@ class Socket:
         if events & zmq.POLLOUT:
             self._senders.unpark()
 
-    async def _watch(self) -> None:
+    async def _watch(self, scope: trio.CancelScope | None = None) -> None:
         descriptor = int(self._socket.getsockopt(zmq.FD))
-        while True:
-            self._events()
-            self._wake()
-            await trio.lowlevel.wait_readable(descriptor)
+        with scope or trio.CancelScope():
+            while True:
+                self._events()
+                self._wake()
+                await trio.lowlevel.wait_readable(descriptor)
 
 
 @asynccontextmanager
@@ -206,10 +207,13 @@ async def open_socket(
                         keys.secure_client(socket)
                     socket.setsockopt(zmq.IMMEDIATE, 1)
                     socket.connect(address)
-                nursery.start_soon(wrapped._watch)
+                # A block that is cancelled may have something to send and to receive before it ends.
+                watching = trio.CancelScope(shield=True)
+                nursery.start_soon(wrapped._watch, watching)
                 try:
                     yield wrapped
                 finally:
+                    watching.cancel()
                     nursery.cancel_scope.cancel()
 
 
