@@ -1,8 +1,8 @@
-"""Wire types and their msgpack form.
+"""What the roles send to each other: trajectories, groups, scores and batches.
 
-Everything that crosses a process boundary is one msgpack map. The arrays of a trajectory travel as raw little-endian
-bytes inside it (msgpack `bin`), of dtypes and in an order that this file fixes, so a receiver allocates nothing that it
-did not check first.
+Everything that crosses a process boundary is one msgpack map (`frames`). The arrays of a trajectory travel as raw
+little-endian bytes inside it (msgpack `bin`), of dtypes and in an order that this file fixes, so a receiver allocates
+nothing that it did not check first.
 Every message carries the schema version; an unknown one is refused with both versions named.
 
     >>> group = Group(group_id="7:0", ticket=7, actor="a0", environment="sums", trajectories=(trajectory,))
@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import msgpack
 import numpy as np
 
-SCHEMA = 2
-"""Version of every message in this file. It grows with any change of meaning or layout."""
-
-MAX_MESSAGE_BYTES = 1 << 30
-"""A frame longer than this is neither sent nor read."""
+from lachesis_transport.frames import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
+from lachesis_transport.frames import SCHEMA as SCHEMA
+from lachesis_transport.frames import MessageError as MessageError
+from lachesis_transport.frames import SchemaError as SchemaError
+from lachesis_transport.frames import brief
+from lachesis_transport.frames import pack as pack
+from lachesis_transport.frames import take as take
+from lachesis_transport.frames import unpack as unpack
 
 MAX_MAGNITUDE = 1e9
 """Largest absolute score and advantage: their squares still add up without overflow."""
@@ -40,13 +41,8 @@ importance ratio could overflow the loss."""
 HIGHEST_LOGPROB = 1e-3
 """Highest behaviour log-prob of a trained token: 0, and what rounding may add to it."""
 
-SHORT_LIST = 64
-"""A frame whose lists have at most so many items is decoded at once, another only after its lengths were checked."""
-
 MAX_TRAJECTORIES = 4096
 MAX_TOKENS = 4 * 1024 * 1024
-MAX_TEXT = 4096
-MAX_INTEGER = (1 << 63) - 1
 
 UNSAMPLED = -1
 """Version of a token that no policy sampled (prompt, tool output)."""
@@ -54,112 +50,14 @@ UNSAMPLED = -1
 SENTINEL_LOGPROB = -9000.0
 """vLLM writes -9999 for a missing, NaN or infinite log-prob: anything at or below this is invalid."""
 
-
-class MessageError(ValueError):
-    """A message is malformed. The text names the field, the value and what was expected."""
-
-
-class SchemaError(MessageError):
-    """The message was written under another schema version."""
-
-
-def pack(message: dict[str, Any]) -> bytes:
-    """Encode one message (a map of plain values and `bytes`) and stamp it with the schema version.
-
-    Raises MessageError for a value that has no msgpack form, and for a message that no receiver would read.
-    """
-    try:
-        frame = msgpack.packb({"schema": SCHEMA, **message})
-    except (OverflowError, TypeError, ValueError) as error:
-        raise MessageError(f"message: {type(error).__name__}: {error}, expected values with a msgpack form") from None
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise MessageError(f"message: {len(frame)} bytes, expected at most {MAX_MESSAGE_BYTES}")
-    return frame
-
-
-def unpack(frame: bytes | memoryview) -> dict[str, Any]:
-    """Decode one message. What that allocates is bounded by a multiple of the frame's size, whatever it holds.
-
-    Raises MessageError when the frame is oversized, is not msgpack or is not a map, and SchemaError when it was written
-    under another schema version.
-    """
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise MessageError(f"frame: {len(frame)} bytes, expected at most {MAX_MESSAGE_BYTES}")
-    try:
-        message = _decode(frame)
-    except Exception as error:  # msgpack raises a dozen types on garbage
-        raise MessageError(f"frame: not msgpack ({type(error).__name__}: {error})") from None
-    if not isinstance(message, dict):
-        raise MessageError(f"frame: {type(message).__name__}, expected a map")
-    schema = message.pop("schema", None)
-    if schema != SCHEMA:
-        raise SchemaError(f"schema: version {_short(schema)}, this process speaks version {SCHEMA}")
-    return message
-
-
-def _decode(frame: bytes | memoryview) -> Any:
-    # The decoder reserves a list before it has seen an item, at up to 1024 levels: a longer list only where it is real.
-    try:
-        return msgpack.unpackb(frame, max_array_len=SHORT_LIST, ext_hook=_refuse_extension)
-    except ValueError:
-        scan = msgpack.Unpacker(max_buffer_size=len(frame))
-        scan.feed(frame)
-        scan.skip()
-        return msgpack.unpackb(frame, ext_hook=_refuse_extension)
-
-
-def _refuse_extension(code: int, data: bytes) -> None:
-    raise ValueError(f"extension type {code} of {len(data)} bytes")
-
-
-_MISSING = object()
-
-
-def take(message: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
-    """`message[key]`, checked to be of `kind` (bool is not an int here; an int is accepted as a float)."""
-    value = message.get(key, _MISSING)
-    if type(value) is kind and kind is not str and (kind is not int or value <= MAX_INTEGER):
-        return value
-    if value is _MISSING:
-        raise MessageError(f"{key}: missing")
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    if isinstance(value, bool) and bool not in kinds:
-        raise MessageError(f"{key}: {value!r}, expected {_kind_names(kinds)}")
-    if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
-        return float(value)
-    if not isinstance(value, kinds):
-        raise MessageError(f"{key}: {_short(value)}, expected {_kind_names(kinds)}")
-    if isinstance(value, str) and len(value) > MAX_TEXT:
-        raise MessageError(f"{key}: {len(value)} characters, expected at most {MAX_TEXT}")
-    if isinstance(value, int) and value > MAX_INTEGER:
-        raise MessageError(f"{key}: {value}, expected at most {MAX_INTEGER}")
-    return value
-
-
-def _kind_names(kinds: tuple[type, ...]) -> str:
-    return " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-
-
-class _Brief(reprlib.Repr):
-    """The repr of a value that a stranger sent: it looks at no more of it than it shows."""
-
-    def repr_str(self, value: str, level: int) -> str:
-        return repr(value[:100])
-
-    def repr_bytes(self, value: bytes, level: int) -> str:
-        return repr(value[:100])
-
-
-_BRIEF = _Brief()
-
-
-def _short(value: Any) -> str:
-    text = _BRIEF.repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
-_ARRAYS = {"tokens": _INT32, "logprobs": _FLOAT32, "versions": _INT32, "advantages": _FLOAT32, "mask": _UINT8}
+_ARRAYS: dict[str, np.dtype[Any]] = {
+    "tokens": _INT32,
+    "logprobs": _FLOAT32,
+    "versions": _INT32,
+    "advantages": _FLOAT32,
+    "mask": _UINT8,
+}
 """The arrays of a trajectory in the order in which they travel, one after the other."""
 
 _DTYPES = list(_ARRAYS.values())
@@ -283,7 +181,7 @@ class Trajectory:
         """The msgpack map of this trajectory."""
         arrays = self._arrays()
         try:
-            raw = b"".join(arrays)
+            raw = b"".join(arrays)  # type: ignore[arg-type]  # arrays are buffers; 3.11 has no type for them
         except TypeError:  # one is not contiguous
             raw = b"".join(array.tobytes() for array in arrays)
         return {"n": len(self.tokens), "arrays": raw, "score": self.score, "finished": self.finished}
@@ -345,7 +243,7 @@ class Group:
     @property
     def trained_tokens(self) -> int:
         """Tokens with mask 1."""
-        return sum(np.count_nonzero(t.mask) for t in self.trajectories)
+        return sum(int(np.count_nonzero(t.mask)) for t in self.trajectories)
 
     def validate(self) -> None:
         """Raise MessageError unless every trajectory is valid and at least one token is to be trained."""
@@ -500,7 +398,7 @@ class Batch:
     def from_wire(cls, wire: Any) -> Batch:
         """Decode and check shapes; `Group.validate` checks values. Raises MessageError."""
         if not isinstance(wire, dict):
-            raise MessageError(f"batch: {_short(wire)}, expected a map")
+            raise MessageError(f"batch: {brief(wire)}, expected a map")
         return cls(
             version=take(wire, "version", int),
             groups=tuple(_unpack_group(i, frame) for i, frame in enumerate(take(wire, "groups", list))),
@@ -526,7 +424,7 @@ def batch_wire(
 def _unpack_group(index: int, frame: Any) -> Group:
     try:
         if not isinstance(frame, bytes):
-            raise MessageError(f"{_short(frame)}, expected a packed group")
+            raise MessageError(f"{brief(frame)}, expected a packed group")
         return Group.unpack(frame)
     except MessageError as error:
         raise type(error)(f"groups[{index}]: {error}") from None
@@ -534,11 +432,11 @@ def _unpack_group(index: int, frame: Any) -> Group:
 
 def _distance(pair: Any) -> tuple[int, int]:
     if not isinstance(pair, list) or [type(x) for x in pair] != [int, int]:
-        raise MessageError(f"distances: {_short(pair)}, expected [version, distance]")
+        raise MessageError(f"distances: {brief(pair)}, expected [version, distance]")
     return pair[0], pair[1]
 
 
 def _dropped(pair: tuple[Any, Any]) -> tuple[str, int]:
     if [type(x) for x in pair] != [str, int]:
-        raise MessageError(f"dropped: {_short(list(pair))}, expected a reason and a count")
+        raise MessageError(f"dropped: {brief(list(pair))}, expected a reason and a count")
     return pair
