@@ -128,10 +128,30 @@ def _queue(options: argparse.Namespace) -> int:
     from lachesis_deploy.folder import write_config
     from lachesis_transport.broker import serve_queue
 
+    if options.inspect or options.export_to or options.import_from:
+        return _look_at_queue(options)
+    if options.json:
+        print("lachesis queue: --json goes with --inspect", file=sys.stderr)
+        return USER_ERROR
     config, folder = _role(options)
     # What the queue runs with holds for the run: whoever reads the folder later finds it there.
     write_config(config, folder)
     return _until_done(serve_queue, config, folder)
+
+
+def _look_at_queue(options: argparse.Namespace) -> int:
+    from lachesis_deploy.exchange import export_groups, import_groups
+    from lachesis_deploy.inspection import print_inspection
+
+    config, folder = _located(options)
+    if options.inspect:
+        return print_inspection(config, folder, as_json=options.json)
+    if options.json:
+        print("lachesis queue: --json goes with --inspect", file=sys.stderr)
+        return USER_ERROR
+    if options.export_to:
+        return export_groups(config, folder, options.export_to)
+    return import_groups(config, folder, options.import_from)
 
 
 def _learner(options: argparse.Namespace) -> int:
@@ -206,13 +226,18 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _role(options: argparse.Namespace) -> tuple[Config, Path]:
     """The resolved configuration and the run folder, which is made if need be."""
+    config, folder = _located(options)
+    folder.mkdir(parents=True, exist_ok=True)
+    return config, folder
+
+
+def _located(options: argparse.Namespace) -> tuple[Config, Path]:
+    """The resolved configuration and where the run folder is, or would be."""
     from lachesis_configs.load import load_config
     from lachesis_deploy.folder import default_folder
 
     config = load_config(options.config, [*options.overrides, *options.set])
-    folder = options.folder or default_folder(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    return config, folder
+    return config, options.folder or default_folder(config)
 
 
 def _until_done(role: Callable[..., Awaitable[None]], *arguments: object) -> int:
@@ -266,7 +291,22 @@ def _parser() -> argparse.ArgumentParser:
 
     added = configured(verb("launch", _launch, "run queue, learner and actors on this node, to the end"))
     added.add_argument("--resume", action="store_true", help="go on with the newest run in its folder")
-    role("queue", _queue, "the replay queue")
+    added = role("queue", _queue, "the replay queue")
+    instead = added.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--inspect", action="store_true", help="show what the queue, running or stopped, holds and does"
+    )
+    added.add_argument("--json", action="store_true", help="with --inspect: as one JSON object")
+    instead.add_argument(
+        "--export", dest="export_to", type=Path, metavar="FILE", help="write the groups that the queue holds to a file"
+    )
+    instead.add_argument(
+        "--import",
+        dest="import_from",
+        type=Path,
+        metavar="FILE",
+        help="put the groups of a file into the running queue",
+    )
     added = role("learner", _learner, "the learner, with all its ranks")
     added.add_argument("--rank", type=int, default=0, help="rank to run (set by rank 0 for the others)")
     added.add_argument("--replay", type=Path, metavar="FILE", help="train recorded batches instead of leasing")

@@ -48,6 +48,19 @@ _HOST_NAME = re.compile(r"(?=.{1,253}$)(?:[A-Za-z0-9_-]{1,63}\.)*[A-Za-z](?:[A-Z
 Address = Annotated[str, Field(pattern=r"^tcp://[^:/]+:[0-9]{1,5}$"), AfterValidator(_address)]
 
 
+def _metrics_address(address: str) -> str:
+    _address(address)
+    if not _on_loopback(address):
+        port = address.rpartition(":")[2]
+        raise ValueError(
+            f"value {address!r}, expected a loopback address such as 127.0.0.1:{port}: metrics have no keys"
+        )
+    return address
+
+
+MetricsAddress = Annotated[str, Field(pattern=r"^[^:/]+:[0-9]{1,5}$"), AfterValidator(_metrics_address)]
+
+
 def _cores(text: str) -> str:
     try:
         parse_cores(text)
@@ -110,6 +123,9 @@ class Queue(Section):
     """Bytes of trained groups that no checkpoint holds: from half of them on the queue asks for a checkpoint."""
     heartbeat_seconds: Annotated[float, Field(gt=1)] = 10.0
     """An actor that was silent for this long is gone: its tickets are voided."""
+    metrics_address: MetricsAddress | None = None
+    """Where the queue answers Prometheus over HTTP (127.0.0.1:9464, say; port 0 takes a free one); default: nowhere.
+    Loopback only: HTTP has no keys here."""
 
 
 class Staleness(Section):

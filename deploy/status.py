@@ -17,18 +17,24 @@ def ask_status(
     address: str, *, deadline_seconds: float = DEADLINE_SECONDS, keys: Keys | None = None
 ) -> dict[str, Any] | None:
     """The queue's statistics; None when nothing answers within the deadline. Raises MessageError on a wrong answer."""
+    reply = ask(address, "status", deadline_seconds=deadline_seconds, keys=keys)
+    return None if reply is None else take(reply, "statistics", dict)
+
+
+def ask(address: str, op: str, *, deadline_seconds: float, keys: Keys | None) -> dict[str, Any] | None:
+    """The queue's reply to a request without fields that needs no hello; None and errors as `ask_status`."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         if keys is not None:
             keys.secure_client(socket)
         socket.connect(address)
-        socket.send(pack({"op": "status", "id": 1}))
+        socket.send(pack({"op": op, "id": 1}))
         if not socket.poll(int(deadline_seconds * 1000)):
             return None
         reply = unpack(socket.recv())
     if not reply.get("ok"):
-        raise MessageError(f"status: the queue answered {reply.get('error')!r}")
-    return take(reply, "statistics", dict)
+        raise MessageError(f"{op}: the queue answered {reply.get('error')!r}")
+    return reply
 
 
 def print_status(address: str, keys: Keys | None = None) -> int:

@@ -25,6 +25,7 @@ from lachesis_transport.event_log import EventLog
 from lachesis_transport.inspection import inspect
 from lachesis_transport.keys import load_keys
 from lachesis_transport.messages import Group, MessageError, Scores, batch_wire, pack, take, unpack
+from lachesis_transport.metrics import QueueMetrics, serve_metrics
 from lachesis_transport.presence import Role
 from lachesis_transport.records import Lease
 from lachesis_transport.replay import Replay
@@ -113,6 +114,7 @@ class Broker:
         self._stalled = 0.0
         self.failed = False
         """Whether the last save was not finished."""
+        self.metrics = QueueMetrics.of(config, store.queue_id)
         self._operations: dict[tuple[str, str], Callable[[_Peer, dict[str, Any], float], Reply]] = {
             ("actor", "ticket"): self._ticket,
             ("actor", "void"): self._void,
@@ -203,6 +205,8 @@ class Broker:
             self.replay.expire(self._now)
             self._peers = {route: peer for route, peer in self._peers.items() if self._is_live(peer)}
             self._go_on()
+            if self.metrics is not None:
+                self.metrics.observe(self.replay, now=self._now)
             if now - written >= WRITE_SECONDS:
                 written = now
                 self.write_statistics()
@@ -293,7 +297,12 @@ class Broker:
         if op == "status":
             return {"ok": True, "statistics": self.replay.statistics()}
         if op == "inspect":
-            return {"ok": True, "inspection": inspect(self.replay, self._store.quarantine(), now=self._now)}
+            return {
+                "ok": True,
+                "run_name": self._config.run.name,
+                "queue": self._store.queue_id,
+                "inspection": inspect(self.replay, self._store.quarantine(), now=self._now),
+            }
         if op == "hello":
             return self._hello(route, message)
         peer = self._peers.get(route)
@@ -479,7 +488,7 @@ async def serve_queue(
     address, with the real port where the configured one is 0. Writes events.jsonl (one line an event: number, time,
     source, kind and fields) and queue.json (statistics) into `folder`.
     Raises OSError when the address is taken, StoreError when the database is in use, damaged or full, and ConfigError
-    when a file of run.keys is missing or malformed.
+    when a file of run.keys is missing or malformed or queue.metrics_address is taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with plain_errors():
@@ -489,12 +498,13 @@ async def serve_queue(
                 broker = Broker(config, folder, store=store, socket=socket)
                 log.info("the replay queue serves at %s", socket.address)
                 try:
-                    async with trio.open_nursery() as nursery:
-                        nursery.start_soon(broker.receive)
-                        nursery.start_soon(broker.save)
-                        task_status.started(socket.address)
-                        await broker.tick()
-                        nursery.cancel_scope.cancel()
+                    with serve_metrics(broker.metrics):
+                        async with trio.open_nursery() as nursery:
+                            nursery.start_soon(broker.receive)
+                            nursery.start_soon(broker.save)
+                            task_status.started(socket.address)
+                            await broker.tick()
+                            nursery.cancel_scope.cancel()
                 finally:
                     broker.write_statistics()
                     if not broker.failed:

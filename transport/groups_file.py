@@ -1,7 +1,8 @@
 """Groups in a file: recorded batches to train from without a queue (`lachesis learner CONFIG --replay FILE`).
 
 The file is a sequence of frames, each a little-endian uint32 length and that many bytes of msgpack: first the header
-{kind: "groups"}, then one packed group (`Group.pack`) a frame. Every frame carries the schema version.
+{kind: "groups", queue: id of the queue whose versions they name, or null}, then one packed group (`Group.pack`) a
+frame. Every frame carries the schema version.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ KIND = "groups"
 _LENGTH = struct.Struct("<I")
 
 
-def write_groups(path: Path, groups: Iterable[Group]) -> int:
+def write_groups(path: Path, groups: Iterable[Group], *, queue_id: str | None = None) -> int:
     """Write `groups` to `path`, whole or not at all (a reader never sees a part of it); returns how many they were.
 
-    Raises MessageError when a group is malformed.
+    queue_id: of the queue whose versions they name. Raises MessageError when a group is malformed.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
     try:
         with part.open("wb") as file:
-            _write_frame(file, pack({"kind": KIND}))
+            _write_frame(file, pack({"kind": KIND, "queue": queue_id}))
             for group in groups:
                 group.validate()
                 _write_frame(file, group.pack())
@@ -50,9 +51,7 @@ def read_groups(path: Path) -> Iterator[Group]:
     with path.open("rb") as file:
         where = f"{path}: header"
         try:
-            kind = take(unpack(_read_frame(file) or b""), "kind", str)
-            if kind != KIND:
-                raise MessageError(f"kind: {kind!r}, expected {KIND!r}")
+            _read_header(file)
             number = 0
             while True:
                 where = f"{path}: group {number}"
@@ -65,6 +64,24 @@ def read_groups(path: Path) -> Iterator[Group]:
                 number += 1
         except MessageError as error:
             raise type(error)(f"{where}: {error}") from None
+
+
+def read_queue_id(path: Path) -> str | None:
+    """Id of the queue whose versions the groups of a file name; None where it is not told. Raises as `read_groups`."""
+    with path.open("rb") as file:
+        try:
+            return _read_header(file)
+        except MessageError as error:
+            raise type(error)(f"{path}: header: {error}") from None
+
+
+def _read_header(file: BinaryIO) -> str | None:
+    header = unpack(_read_frame(file) or b"")
+    kind = take(header, "kind", str)
+    if kind != KIND:
+        raise MessageError(f"kind: {kind!r}, expected {KIND!r}")
+    queue_id: str | None = take({"queue": None, **header}, "queue", (str, type(None)))
+    return queue_id
 
 
 def _write_frame(file: BinaryIO, frame: bytes) -> None:
