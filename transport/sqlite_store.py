@@ -1,4 +1,4 @@
-"""The replay queue's database: a `Store` in one SQLite file, and a way to look into it.
+"""A `Store` in one SQLite file.
 
 One transaction a `save`, in WAL mode with synchronous=FULL: a return means that the disk has it. One connection, used
 by one thread at a time; a lock beside the file keeps a second queue out.
@@ -10,16 +10,24 @@ import fcntl
 import os
 import sqlite3
 import time
-import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import trio
 
+from lachesis_transport.database import (
+    BUSY_SECONDS,
+    configure,
+    database_errors,
+    make_tables,
+    read_quarantine,
+    read_rows,
+)
+from lachesis_transport.database import Peek as Peek
+from lachesis_transport.database import peek as peek
 from lachesis_transport.event_log import EventLog, Line
 from lachesis_transport.store import (
     QUARANTINED,
@@ -31,34 +39,13 @@ from lachesis_transport.store import (
     Writing,
     pack_value,
     shorten,
-    unpack_value,
 )
-
-SCHEMA = 1
-"""Version of the database's tables; another one is refused."""
-
-PAGE_BYTES = 1 << 13
-CACHE_BYTES = 64 << 20
-CHECKPOINT_BYTES = 32 << 20
-WAL_BYTES = 64 << 20
-"""Larger pages suit large groups, smaller ones the rows. The write-ahead log is copied back at CHECKPOINT_BYTES and cut
-to WAL_BYTES after a larger transaction. The database reuses the pages of what was deleted: it stays as large as the
-most it held."""
 
 SYNC_LINES = 1024
 SYNC_SECONDS = 2.0
 """The event log is fsynced, and the outbox emptied, after so many lines or seconds."""
 
-BUSY_SECONDS = 5.0
 SELECTED = (1, 8, 64)
-
-TABLES = (
-    "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
-    "CREATE TABLE rows (kind TEXT, key, value BLOB, PRIMARY KEY (kind, key)) WITHOUT ROWID",
-    "CREATE TABLE contents (id TEXT PRIMARY KEY, content BLOB)",
-    "CREATE TABLE log (number INTEGER PRIMARY KEY, line TEXT)",
-    "CREATE TABLE quarantine (number INTEGER PRIMARY KEY, sender TEXT, reason TEXT, frame BLOB, time REAL)",
-)
 
 
 class SqliteStore(Store):
@@ -76,23 +63,23 @@ class SqliteStore(Store):
         self._failure: str | None = None
         self._synced = 0
         self._synced_at = time.monotonic()
-        with ExitStack() as opened, _errors(self.path, "opening"):
+        with ExitStack() as opened, database_errors(self.path, "opening"):
             self._lock = _lock(self.path)
             opened.callback(os.close, self._lock)
             self._db = sqlite3.connect(
                 self.path, isolation_level=None, check_same_thread=False, timeout=BUSY_SECONDS, cached_statements=64
             )
             opened.callback(self._db.close)
-            _configure(self._db)
-            self.queue_id = _make_tables(self._db)
-            self._quarantine: deque[Refused] = deque(_quarantine(self._db), maxlen=QUARANTINED)
+            configure(self._db)
+            self.queue_id = make_tables(self._db)
+            self._quarantine: deque[Refused] = deque(read_quarantine(self._db), maxlen=QUARANTINED)
             opened.callback(log.close)
             log.open(self._db.execute("SELECT number, line FROM log ORDER BY number").fetchall())
             opened.pop_all()
 
     def load(self) -> Rows:
-        with _errors(self.path, "loading"):
-            return _rows(self._db)
+        with database_errors(self.path, "loading"):
+            return read_rows(self._db)
 
     async def save(self, writing: Writing) -> None:
         assert not self._saving, "save: another task is saving"
@@ -101,7 +88,7 @@ class SqliteStore(Store):
         self._saving = True
         try:
             pending = _Pending.read(writing, self._log)
-            with _errors(self.path, "saving"), trio.CancelScope(shield=True):
+            with database_errors(self.path, "saving"), trio.CancelScope(shield=True):
                 async with self._free:
                     await self._keep(pending)
         except BaseException as error:
@@ -135,7 +122,7 @@ class SqliteStore(Store):
             self._synced, self._synced_at = self._log.sync(), now
 
     async def read(self, ids: Sequence[str]) -> list[bytes]:
-        with _errors(self.path, "reading"):
+        with database_errors(self.path, "reading"):
             async with self._free:
                 found = await trio.to_thread.run_sync(
                     _select, self._db, "SELECT id, content FROM contents WHERE id IN", ids
@@ -147,7 +134,7 @@ class SqliteStore(Store):
         return list(self._quarantine)
 
     async def close(self) -> None:
-        with _errors(self.path, "closing"), trio.CancelScope(shield=True):
+        with database_errors(self.path, "closing"), trio.CancelScope(shield=True):
             async with self._free:
                 if self._lock >= 0:
                     await trio.to_thread.run_sync(self._close)
@@ -209,57 +196,6 @@ def _select(db: sqlite3.Connection, statement: str, names: Sequence[str]) -> lis
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Peek:
-    """What a queue's database held at one moment."""
-
-    path: Path
-    queue_id: str
-    rows: Rows
-    """Table -> key -> value."""
-    contents: dict[str, int]
-    """Group id -> bytes of the packed group."""
-    quarantine: list[Refused]
-    """Oldest first."""
-
-    def content(self, name: str) -> bytes:
-        """The packed group; raises KeyError when it is not there (any more), StoreError as `peek`."""
-        with _looking(self.path) as db:
-            row = db.execute("SELECT content FROM contents WHERE id = ?", (name,)).fetchone()
-        if row is None:
-            raise KeyError(name)
-        return row[0]
-
-
-def peek(path: Path) -> Peek:
-    """Look into the database of a queue, stopped or running, without changing or holding up anything.
-
-    Raises StoreError when there is no database at `path`, or none that this version can read.
-    """
-    with _looking(Path(path)) as db:
-        queue_id = _check_tables(db)
-        contents = dict(db.execute("SELECT id, length(content) FROM contents ORDER BY id"))
-        return Peek(Path(path), queue_id, _rows(db), contents, _quarantine(db))
-
-
-@contextmanager
-def _looking(path: Path) -> Iterator[sqlite3.Connection]:
-    log = Path(f"{path}-wal")
-    with _errors(path, "looking"):
-        if not path.exists():
-            raise StoreError(f"{path}: there is no such file, expected a queue's database")
-        still = not log.exists()  # nobody has it open: SQLite may, and without files to share must, look at it alone
-        uri = f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if still else ''}"
-        db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=BUSY_SECONDS)
-        try:
-            db.execute("BEGIN")
-            yield db
-            if still and log.exists():
-                raise StoreError(f"{path}: a queue opened it just now; look again")
-        finally:
-            db.close()
-
-
 def _lock(path: Path) -> int:
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -271,56 +207,3 @@ def _lock(path: Path) -> int:
         os.close(lock)
         raise
     return lock
-
-
-def _configure(db: sqlite3.Connection) -> None:
-    db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")
-    db.execute("PRAGMA secure_delete = OFF")  # else each page of a deleted group is written once more
-    db.execute(f"PRAGMA cache_size = -{CACHE_BYTES >> 10}")
-    db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_BYTES // PAGE_BYTES}")
-    db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
-
-
-def _make_tables(db: sqlite3.Connection) -> str:
-    """Make the tables of a new database; returns the queue's id."""
-    db.execute("BEGIN IMMEDIATE")
-    if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-        for statement in TABLES:
-            db.execute(statement)
-        db.execute("INSERT INTO meta VALUES ('schema', ?), ('queue_id', ?)", (SCHEMA, uuid.uuid4().hex))
-    db.execute("COMMIT")
-    return _check_tables(db)
-
-
-def _check_tables(db: sqlite3.Connection) -> str:
-    if not db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()[0]:
-        raise StoreError("a database of something else, expected a queue's")
-    meta = dict(db.execute("SELECT key, value FROM meta"))
-    if meta.get("schema") != SCHEMA:
-        raise StoreError(f"schema {meta.get('schema')!r}, expected {SCHEMA}: written by another version of Lachesis")
-    return meta["queue_id"]
-
-
-def _rows(db: sqlite3.Connection) -> Rows:
-    tables: dict[str, dict[Key, Any]] = {}
-    for table, key, value in db.execute("SELECT kind, key, value FROM rows ORDER BY kind, key"):
-        tables.setdefault(table, {})[key] = unpack_value(value)
-    return tables
-
-
-def _quarantine(db: sqlite3.Connection) -> list[Refused]:
-    found = db.execute("SELECT sender, reason, frame, time FROM quarantine ORDER BY number")
-    return [Refused(*row) for row in found]
-
-
-@contextmanager
-def _errors(path: Path, doing: str) -> Iterator[None]:
-    """Errors of the disk and of SQLite become StoreErrors that name the database and what was done to it."""
-    try:
-        yield
-    except StoreError as error:
-        raise error if str(path) in str(error) else StoreError(f"{path}: {error}") from None
-    except (sqlite3.Error, OSError) as error:
-        raise StoreError(f"{path}: {doing} failed: {error}") from error
