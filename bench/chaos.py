@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from lachesis_bench.chaos_fleet import BATCH_GROUPS, QUEUE, STALENESS_MAX, ChaosError, Fleet, open_fleet, plan
+from lachesis_bench.chaos_fleet import BATCH_GROUPS, QUEUE, STALENESS_MAX, ChaosError, Fleet, Strike, open_fleet, plan
 from lachesis_bench.chaos_history import Verdict, judge, read_history
 from lachesis_bench.chaos_learner import CHECKPOINT_EVERY
 from lachesis_bench.figures import Figure, Length
@@ -49,7 +49,7 @@ class Amount:
 
 
 AMOUNT: dict[Length, Amount] = {
-    "short": Amount(kills=6, freezes=1, actors=2, batches=(15, 40), frames=5_000, quiet_seconds=1.0),
+    "short": Amount(kills=6, freezes=1, actors=2, batches=(8, 24), frames=5_000, quiet_seconds=1.0),
     "normal": Amount(kills=30, freezes=3, actors=3, batches=(20, 60), frames=50_000, quiet_seconds=5.0),
     "long": Amount(kills=60, freezes=9, actors=3, batches=(30, 90), frames=1_000_000, quiet_seconds=20.0),
 }
@@ -97,10 +97,10 @@ def run_chaos(amount: Amount, seed: int) -> Outcome:
         strikes = plan(seed, kills=amount.kills, freezes=amount.freezes, actors=fleet.actors, batches=amount.batches)
         for strike in strikes:
             fleet.strike(strike)
-        goal = fleet.version + amount.batches[1]
+        goal = fleet.version + amount.batches[0]
         fleet.wait(lambda: fleet.version >= goal, "the last batches")
         # Once more while the run ends.
-        fleet.finish(replace(strikes[0], frozen_seconds=None))
+        fleet.finish(Strike(batches=4 * CHECKPOINT_EVERY, seconds=0.3, roles=strikes[0].roles))
         return _outcome(fleet)
 
 
@@ -187,7 +187,7 @@ def _figures(*outcomes: Outcome) -> list[Figure]:
 
     def broken(name: str, unit: str, of: str, *fields: str) -> Figure:
         found = sum(len(getattr(o.verdict, field)) for o in outcomes for field in fields)
-        return count(name, found, unit, of + where)
+        return count(name, found, unit, of + where if found else of)
 
     groups = sum(len(o.verdict.acknowledged) for o in outcomes)
     violations = broken("bound_violations", "groups", f"trained at a staleness above {STALENESS_MAX}", "violations")

@@ -22,10 +22,10 @@ from lachesis_transport.producer import Finished, Producer, Ticket, open_produce
 ENVIRONMENT = "arithmetic"
 WORKERS = 8
 """Groups that an actor works on at once."""
-GENERATION_SECONDS, GENERATION_SIGMA = 0.015, 1.0
+GENERATION_SECONDS, GENERATION_SIGMA = 0.008, 1.0
 """Median of what a group takes, and the spread of its logarithm."""
 GROUP_BYTES = (1_000, 200_000)
-ARRIVAL_SECONDS = 0.005
+ARRIVAL_SECONDS = 0.002
 """What new weights take to arrive, on average."""
 BYTES_A_TOKEN = 17
 VOID_SHARE = PUT_TWICE_SHARE = BREAK_OFF_SHARE = 0.08

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lachesis_bench.chaos_learner import ENOUGH, read_newest
+from lachesis_bench.chaos_history import newest_checkpoint
+from lachesis_bench.chaos_learner import CHECKPOINT_EVERY, read_newest
 from lachesis_configs.schema import Config
 from lachesis_deploy.folder import placed, write_config
 
@@ -37,6 +38,8 @@ QUEUE, LEARNER = "queue", "learner"
 STALLED_SECONDS = 60.0
 """Nobody may take longer to get going again."""
 POLL_SECONDS = 0.01
+LAST_STEPS = 8 * CHECKPOINT_EVERY
+"""Batches from the last checkpoint to the end of the run, once the driver has enough."""
 
 
 class ChaosError(RuntimeError):
@@ -59,7 +62,7 @@ class Strike:
 def plan(seed: int, *, kills: int, freezes: int, actors: Sequence[str], batches: tuple[int, int]) -> list[Strike]:
     """Random strikes with at least `kills` kills, evenly of queue, learner and actors, and `freezes` freezes.
 
-    Most come once between `batches` batches were trained since the last one, a quarter while all still recover.
+    Most come once between `batches` batches were trained since the last one, a third while all still recover.
     """
     rng = random.Random(seed)
 
@@ -67,7 +70,7 @@ def plan(seed: int, *, kills: int, freezes: int, actors: Sequence[str], batches:
         return rng.choice(actors) if kind == "actor" else kind
 
     def strike(roles: tuple[str, ...], frozen: float | None = None) -> Strike:
-        early = rng.random() < 0.25
+        early = rng.random() < 1 / 3
         return Strike(
             batches=0 if early else rng.randint(*batches),
             seconds=rng.uniform(0.0, 1.0 if early else 0.2),
@@ -82,7 +85,7 @@ def plan(seed: int, *, kills: int, freezes: int, actors: Sequence[str], batches:
     while kinds:
         kind = kinds.pop()
         roles = [role(kind)]
-        if kinds and kinds[-1] != kind and rng.random() < 0.25:
+        if kinds and kinds[-1] != kind and rng.random() < 1 / 3:
             roles.append(role(kinds.pop()))
         strikes.append(strike(tuple(roles)))
     for i in range(freezes):
@@ -100,7 +103,8 @@ class Fleet:
         self.actors = [f"actor-{i}" for i in range(actors)]
         self.kills = self.freezes = 0
         self._seed = seed
-        self._config = placed(CONFIG, folder, folder)
+        self._configure(placed(CONFIG, folder, folder))
+        self._ending = False
         self.address = self._config.queue.address
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._superseded: list[subprocess.Popen[bytes]] = []
@@ -119,8 +123,8 @@ class Fleet:
 
     def strike(self, strike: Strike) -> None:
         """Wait for the moment of `strike`, and strike."""
-        version = self.version
-        self.wait(lambda: self.version >= version + strike.batches, f"{strike.batches} batches")
+        goal = self.version + strike.batches
+        self.wait(lambda: self.version >= goal, f"{strike.batches} batches")
         time.sleep(strike.seconds)
         self._check()
         if strike.frozen_seconds is None:
@@ -173,20 +177,25 @@ class Fleet:
             time.sleep(POLL_SECONDS)
 
     def finish(self, last: Strike | None = None) -> None:
-        """Let the learner end the run, strike once more in the middle of that, and wait for the end of the queue."""
-        (self.folder / ENOUGH).touch()
+        """Bring the queue back with an end of the run in sight, strike once more and wait for that end."""
+        checkpoint = newest_checkpoint(self.folder)
+        steps = LAST_STEPS + (checkpoint.step if checkpoint else 0)
+        self._configure(self._config.model_copy(update={"run": self._config.run.model_copy(update={"steps": steps})}))
+        self._ending = True
+        self.kill([QUEUE])
         if last is not None:
-            time.sleep(last.seconds)
-            self.kill(last.roles)
+            self.strike(last)
         # An actor that is killed at the very end may find no queue any more, and waits for one.
         self.wait(lambda: self._processes[QUEUE].poll() is not None, "the end of the run")
-        self._check(ended=True)
 
-    def _check(self, *, ended: bool = False) -> None:
-        enough = ended or (self.folder / ENOUGH).exists()
+    def _configure(self, config: Config) -> None:
+        self._config = config
+        write_config(config, self.folder)
+
+    def _check(self) -> None:
         for role, process in self._processes.items():
             code = process.poll()
-            if code is not None and (code != 0 or not enough):
+            if code is not None and (code != 0 or not self._ending):
                 log = (self.folder / f"{role}.log").read_text(errors="replace")
                 raise ChaosError(f"{self.folder}: {role} ended with {code}: {log[-2000:]}")
 
@@ -203,7 +212,6 @@ class Fleet:
 def open_fleet(folder: Path, *, actors: int, seed: int) -> Iterator[Fleet]:
     """A fleet that runs: the learner has trained a batch. On exit none of its processes is left."""
     fleet = Fleet(folder, actors=actors, seed=seed)
-    write_config(fleet._config, folder)
     try:
         for role in (QUEUE, LEARNER, *fleet.actors):
             fleet.start(role)

@@ -237,9 +237,11 @@ def _judge_items(history: History) -> tuple[int | None, list[int], list[int]]:
     """How many prompts are done; those that were passed over, and those that were used more than once.
 
     A prompt whose ticket came to nothing belongs to the next ticket: while there is such a prompt, no new one is begun.
+    One that came to nothing too often is given up by the queue, which says so.
     """
     of_ticket: dict[int, int] = {}
     free: set[int] = set()
+    given_up: set[int] = set()
     scored: Counter[int] = Counter()
     skipped: set[int] = set()
     doubled: set[int] = set()
@@ -262,10 +264,13 @@ def _judge_items(history: History) -> tuple[int | None, list[int], list[int]]:
                 free.add(of_ticket[event["ticket"]])
         elif kind in ("dropped", "left") and (ticket := int(event["group"].partition(":")[0])) in of_ticket:
             free.add(of_ticket[ticket])
+        elif kind == "skipped":
+            given_up.add(event["item"])
+        free -= given_up
     if not of_ticket:
         return None, [], []
     doubled |= {item for ticket, item in history.items.items() if of_ticket.get(ticket) != item}
     used = scored + Counter(of_ticket[int(t.group.partition(":")[0])] for t in history.final)
     doubled |= {item for item, times in used.items() if times > 1}
-    skipped |= set(range(max(used, default=-1) + 1)) - used.keys() - free
+    skipped |= set(range(max(used, default=-1) + 1)) - used.keys() - free - given_up
     return len(used), sorted(skipped), sorted(doubled)

@@ -26,11 +26,9 @@ from lachesis_transport.messages import content_id
 
 NEWEST = "newest"
 """File with the newest version whose weights have left the learner."""
-ENOUGH = "enough"
-"""File that asks the learner to end the run."""
 CHECKPOINT_EVERY = 4
 """Versions between two checkpoints."""
-TRAIN_SECONDS = 0.01
+TRAIN_SECONDS = 0.005
 """What a batch takes, on average."""
 
 
@@ -46,7 +44,7 @@ class Learner:
         self._parent: int | None = None
 
     async def run(self) -> None:
-        """From the newest checkpoint until `ENOUGH` is there."""
+        """From the newest checkpoint to the end of the run."""
         if self._consumer.state.finished:
             return
         checkpoint = newest_checkpoint(self._folder)
@@ -58,7 +56,8 @@ class Learner:
         elif self._consumer.state.current is not None:
             parent = 0  # nothing is trained yet: these weights are those of version 0
         await self._publish(parent)
-        while not (self._folder / ENOUGH).exists():
+        # Asked anew each time: a queue may come back with fewer steps.
+        while self._step < self._consumer.welcome.steps:
             await self._batch()
         await self._commit()
         await self._consumer.finish(self._version)
@@ -99,7 +98,7 @@ class Learner:
         await self._linger()
         await self._consumer.commit(self._version, f"{self._version:08d}")
 
-    async def _linger(self, seconds: float = 0.002) -> None:
+    async def _linger(self, seconds: float = 0.001) -> None:
         """Random pauses everywhere, so that a kill finds every state."""
         await trio.sleep(self._random.expovariate(1 / seconds))
 

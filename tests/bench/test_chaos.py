@@ -133,6 +133,19 @@ def test_an_item_that_was_passed_over():
     assert broken(history)["items_skipped"] == [0, 5]
 
 
+def test_an_item_that_is_given_up():
+    history = good()
+    history.events[6:7] = [event("skipped", item=0, reason="late"), event("issued", ticket=5, item=6)]
+    history.events.insert(8, event("issued", ticket=6, item=5))
+    history.items[5] = 6
+    assert broken(history) == {"items_skipped": [5], "items_doubled": [5]}
+    del history.events[8]
+    history.events[7] = event("issued", ticket=5, item=5)
+    history.events[8] = event("issued", ticket=6, item=6)
+    history.items.update({5: 5, 6: 6})
+    assert broken(history) == {}
+
+
 def test_an_item_that_is_issued_twice_or_told_otherwise():
     history = good()
     history.events.append(event("issued", ticket=7, item=2))
