@@ -59,7 +59,10 @@ def places(item: Ticket | Entry, rules: Rules, depth: int, *, last: int | None =
     """Deadlines of the batches that are still to take it, from the one at `depth` on (`last`: see `uses_to_come`)."""
     uses = rules.reuse - (item.uses if isinstance(item, Entry) else 0)
     deadline = max(item.deadline, depth)
-    # What is behind is used less often, never too late.
+    if isinstance(item, Ticket):
+        # Its group may bring younger tokens than it promised: all its places are kept, from the first one on.
+        deadline = max(deadline, depth + uses - 1)
+    # A group that is behind is used less often, never too late.
     return list(uses_to_come(deadline, min(uses, deadline - depth + 1), last=last))
 
 

@@ -119,6 +119,8 @@ class Replay(Intake):
         return why
 
     def _may_lease(self, version: int) -> None:
+        if self._resuming:
+            raise ReplayError(f"version: {version}, but this learner is new: expected a reserve of its first version")
         if self._lease is not None:
             raise ReplayError(f"version: {version}, expected {self._lease.version}, leased and not yet trained")
         if self.final is not None:
