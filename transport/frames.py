@@ -84,12 +84,15 @@ def _refuse_extension(code: int, data: bytes) -> None:
 
 
 _MISSING = object()
+_TAKEN_AS_THEY_ARE = {bool, bytes, dict, float, list}
 
 
 def take(message: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
     """`message[key]`, checked to be of `kind` (bool is not an int here; an int is accepted as a float)."""
     value: Any = message.get(key, _MISSING)
-    if type(value) is kind and kind is not str and (kind is not int or value <= MAX_INTEGER):
+    if type(value) is kind and kind in _TAKEN_AS_THEY_ARE:
+        return value
+    if kind is int and type(value) is int and value <= MAX_INTEGER:
         return value
     if value is _MISSING:
         raise MessageError(f"{key}: missing")
