@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from lachesis_bench import chaos
 from lachesis_bench.chaos_fleet import plan
 from lachesis_bench.chaos_history import (
     Checkpoint,
@@ -208,3 +209,12 @@ def test_a_plan_strikes_all_kinds_and_repeats():
     assert struck == {"queue": 10, "learner": 10, "actor": 10}
     assert sum(s.frozen_seconds is not None for s in strikes) == 3
     assert any(len(s.roles) == 2 for s in strikes)
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_when_processes_are_killed():
+    figures = {figure.figure: figure.value for figure in chaos.run("short")}
+    assert figures["chaos.kills"] >= 6
+    assert (figures["chaos.lost"], figures["chaos.duplicated"], figures["chaos.bound_violations"]) == (0, 0, 0)
+    assert figures["chaos.items"] == 0
+    assert figures["chaos.frames"] == 5_000
