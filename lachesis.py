@@ -150,7 +150,7 @@ def _look_at_queue(options: argparse.Namespace) -> int:
         print("lachesis queue: --json goes with --inspect", file=sys.stderr)
         return USER_ERROR
     if options.export_to:
-        return export_groups(config, folder, options.export_to)
+        return export_groups(folder, options.export_to)
     return import_groups(config, folder, options.import_from)
 
 

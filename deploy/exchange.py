@@ -14,7 +14,7 @@ import trio
 
 from lachesis_configs.schema import Config
 from lachesis_deploy.folder import STATE
-from lachesis_deploy.inspection import ANSWER_SECONDS, queue_address, restored
+from lachesis_deploy.inspection import ANSWER_SECONDS, queue_address
 from lachesis_deploy.status import ask
 from lachesis_transport.client import QueueError, queue_status
 from lachesis_transport.groups_file import read_groups, read_queue_id, write_groups
@@ -36,15 +36,18 @@ REASONS = 16
 """Reasons that are printed."""
 
 
-def export_groups(config: Config, folder: Path, file: Path) -> int:
+def export_groups(folder: Path, file: Path) -> int:
     """Write all groups that the queue in `folder` holds to `file`, oldest tickets first; returns the exit code.
 
-    The queue may run or not and does not notice. 2 when there is no database.
+    The queue may run or not and does not notice. 2 when there is no database, or no folder for the file.
     """
+    if not file.parent.is_dir():
+        print(f"lachesis queue: {file}: expected a path in a folder that exists", file=sys.stderr)
+        return 2
     left: list[str] = []
     try:
         held = peek(folder / STATE)
-        written = write_groups(file, _contents(config, held, left), queue_id=held.queue_id)
+        written = write_groups(file, _contents(held, left), queue_id=held.queue_id)
     except (StoreError, MessageError) as error:
         print(f"lachesis queue: {error}", file=sys.stderr)
         return 2
@@ -53,10 +56,9 @@ def export_groups(config: Config, folder: Path, file: Path) -> int:
     return 0
 
 
-def _contents(config: Config, held: Peek, left: list[str]) -> Iterator[Group]:
-    names = restored(config, held).held
+def _contents(held: Peek, left: list[str]) -> Iterator[Group]:
     rows = held.rows.get("group", {})
-    for name in sorted(names, key=lambda name: tuple(rows[name][:2])):
+    for name in sorted(map(str, rows), key=lambda name: tuple(rows[name][:2])):
         try:
             yield Group.unpack(held.content(name))
         except KeyError:
@@ -66,11 +68,11 @@ def _contents(config: Config, held: Peek, left: list[str]) -> Iterator[Group]:
 def import_groups(config: Config, folder: Path, file: Path) -> int:
     """Put the groups of `file` into the running queue, waiting while it is full; prints what became of them.
 
-    Returns the exit code: 1 when a group was invalid or the queue went away, 2 when there is no queue or no such file.
+    Returns the exit code: 1 when a group was invalid or the queue went away, 2 when there is no queue, or the file is
+    none of groups.
     """
     address, keys = queue_address(config, folder), load_keys(config)
     counts: Counter[tuple[str, str]] = Counter()
-    code = 0
     try:
         source = read_queue_id(file)
         reply = ask(address, "inspect", deadline_seconds=ANSWER_SECONDS, keys=keys)
@@ -78,17 +80,19 @@ def import_groups(config: Config, folder: Path, file: Path) -> int:
             print(f"lachesis queue: no queue answers at {address} within {ANSWER_SECONDS:.0f} s", file=sys.stderr)
             return 2
         own = source == take(reply, "queue", str)
-        if source is not None and not own:
-            print(
-                f"{file} comes from queue {source}: its versions are policies of that queue's run, and are taken here "
-                f"only where a version of the same number was published"
-            )
-        trio.run(_import, address, keys, file, own, counts)
     except MessageError as error:
-        code = 2
         print(f"lachesis queue: {error}", file=sys.stderr)
-    except QueueError as error:
-        code = 1
+        return 2
+    if source is not None and not own:
+        print(
+            f"{file} comes from queue {source}: its versions are policies of that queue's run, and are taken here "
+            f"only where a version of the same number was published"
+        )
+    code = 0
+    try:
+        trio.run(_import, address, keys, file, own, counts)
+    except (MessageError, QueueError) as error:
+        code = 2 if isinstance(error, MessageError) else 1
         print(f"lachesis queue: {error}", file=sys.stderr)
     finally:
         _print(file, address, counts)

@@ -101,7 +101,7 @@ def _print(found: dict[str, Any]) -> None:
     # A pipe has no width: whole lines there.
     console = Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False)
     versions, groups = found["versions"], found["groups"]
-    console.print(Text(_source(found)))
+    console.print(Text(_source(found)), soft_wrap=True)
     console.print(_pairs(_overview(found)))
     holds = _table("groups", "groups>", "bytes>", "limit>")
     holds.add_row("ready", str(groups["ready"]), _size(groups["ready_bytes"]), "")

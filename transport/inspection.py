@@ -44,7 +44,7 @@ def inspect(replay: Replay, quarantine: Sequence[Refused], *, now: float) -> dic
     statistics, tickets = replay.statistics(), replay.tickets
     learner = replay.learner
     return {
-        "versions": _versions(replay),
+        "versions": _versions(replay, statistics["staleness_max"]),
         "groups": _groups(replay),
         "ready_by_staleness": [[age, number] for age, number in ready_ages(replay).items()],
         "tickets": _tickets(tickets, replay.next_depth),
@@ -82,7 +82,7 @@ def first_reasons(counts: Mapping[str, int]) -> dict[str, int]:
     return shown
 
 
-def _versions(replay: Replay) -> dict[str, Any]:
+def _versions(replay: Replay, oldest: int) -> dict[str, Any]:
     current = replay.lineage.current
     return {
         "newest": current,
@@ -93,7 +93,7 @@ def _versions(replay: Replay) -> dict[str, Any]:
         "final": replay.final,
         "next_depth": replay.next_depth,
         "staleness_bound": replay.rules.staleness_max,
-        "staleness_trained": replay.statistics()["staleness_max"],
+        "staleness_trained": oldest,
     }
 
 
