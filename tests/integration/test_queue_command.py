@@ -20,7 +20,7 @@ import yaml
 
 from lachesis_deploy import exchange
 from lachesis_deploy.status import ask_status
-from lachesis_transport.client import QueueError, queue_status
+from lachesis_transport.client import QueueError
 from lachesis_transport.consumer import open_consumer
 from lachesis_transport.groups_file import read_groups, read_queue_id, write_groups
 from lachesis_transport.producer import open_producer
@@ -223,7 +223,8 @@ def test_files_that_are_none_are_named(config, tmp_path):
     assert (nowhere.returncode, lachesis("queue", config, "--json").returncode) == (2, 2)
 
 
-def test_an_import_waits_for_room_and_ends_with_the_queue(config, tmp_path, monkeypatch, capsys):
+def test_an_import_waits_for_room_and_ends_with_the_queue(config, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
     monkeypatch.setattr(exchange, "AWAY_SECONDS", 1.0)
     monkeypatch.setattr(exchange, "WATCH_SECONDS", 0.1)
     file = tmp_path / "groups.bin"
@@ -234,7 +235,7 @@ def test_an_import_waits_for_room_and_ends_with_the_queue(config, tmp_path, monk
         async with trio.open_nursery() as nursery:
             nursery.start_soon(exchange._import, address_of(config), None, file, False, counts)
             # (S + 1) * B = 12 are enough in progress; for the next one the queue has no room.
-            while (await queue_status(address_of(config)))["puts_refused_full"] < 2:
+            while "waiting for room" not in caplog.text:
                 await trio.sleep(0.05)
             queue.kill()
 
@@ -248,6 +249,7 @@ def test_an_import_waits_for_room_and_ends_with_the_queue(config, tmp_path, monk
             trio.run(in_time, queue)
     assert error.group_contains(QueueError, match="did not answer within 1 s")
     assert counts == {("accepted", ""): 12}
+    assert "(the queue is full: 12 groups are ready already;" in caplog.text
 
 
 def test_metrics_are_served_and_an_address_in_use_is_an_error(tmp_path):
