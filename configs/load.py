@@ -188,6 +188,7 @@ _EXPECTED = {
 
 _PATTERNS = {
     r"^tcp://[^:/]+:[0-9]{1,5}$": "tcp://HOST:PORT",
+    r"^[^:/]+:[0-9]{1,5}$": "HOST:PORT",
     r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$": "1 to 64 letters, digits, dots, dashes and underscores",
 }
 

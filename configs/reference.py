@@ -86,6 +86,8 @@ def _kind(schema: dict[str, Any]) -> str:
         return "map"
     if str(schema.get("pattern", "")).startswith("^tcp"):
         return "tcp://HOST:PORT"
+    if str(schema.get("pattern", "")).endswith(":[0-9]{1,5}$"):
+        return "HOST:PORT"
     bounds = (("exclusiveMinimum", "> "), ("minimum", "≥ "), ("exclusiveMaximum", "< "), ("maximum", "≤ "))
     limits = [f"{sign}{schema[key]:g}" for key, sign in bounds if key in schema]
     return " ".join([words.get(kind, kind), ", ".join(limits)]).strip()
