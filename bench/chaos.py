@@ -31,6 +31,7 @@ from lachesis_bench.chaos_learner import CHECKPOINT_EVERY
 from lachesis_bench.figures import Figure, Length
 
 SEED = 20261130
+LOST = ("lost", "foreign", "wrong_answers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,14 @@ class Outcome:
     freezes: int
     batches: int
     """Trained, those of abandoned branches too."""
-    kept: Path | None
-    """The run folder, which stays when a promise was broken."""
+    folder: Path
+    """The run folder, which stays when something was broken."""
+
+    @property
+    def broken(self) -> dict[str, Any]:
+        """Everything that should not have been, by name."""
+        counted = {"counted_violations": self.counted_violations} if self.counted_violations else {}
+        return {**self.verdict.broken, **counted}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +108,7 @@ def run_chaos(amount: Amount, seed: int) -> Outcome:
         fleet.wait(lambda: fleet.version >= goal, "the last batches")
         # Once more while the run ends.
         fleet.finish(Strike(batches=4 * CHECKPOINT_EVERY, seconds=0.3, roles=strikes[0].roles))
-        return _outcome(fleet)
+        return _outcome(folder, kills=fleet.kills, freezes=fleet.freezes)
 
 
 def run_flood(amount: Amount, seed: int) -> tuple[Outcome, Flood]:
@@ -120,7 +127,7 @@ def run_flood(amount: Amount, seed: int) -> tuple[Outcome, Flood]:
             share=(fleet.version - version) / seconds / before,
         )
         fleet.finish()
-        return _outcome(fleet), flood
+        return _outcome(folder), flood
 
 
 def _pace(fleet: Fleet, seconds: float) -> float:
@@ -152,27 +159,21 @@ def _run_folder(seed: int) -> Iterator[Path]:
     except BaseException:
         print(f"chaos: {folder} stays (seed {seed})", file=sys.stderr)
         raise
-    if _verdict(folder).broken:
-        print(f"chaos: {folder} stays (seed {seed}): {_verdict(folder).broken}", file=sys.stderr)
+    if broken := _outcome(folder).broken:
+        print(f"chaos: {folder} stays (seed {seed}): {broken}", file=sys.stderr)
     else:
         shutil.rmtree(folder)
 
 
-def _verdict(folder: Path) -> Verdict:
-    return judge(read_history(folder), staleness_max=STALENESS_MAX)
-
-
-def _outcome(fleet: Fleet) -> Outcome:
-    history = read_history(fleet.folder)
-    verdict = judge(history, staleness_max=STALENESS_MAX)
-    statistics = json.loads((fleet.folder / "queue.json").read_text())
+def _outcome(folder: Path, *, kills: int = 0, freezes: int = 0) -> Outcome:
+    history = read_history(folder)
     return Outcome(
-        verdict=verdict,
-        counted_violations=statistics["bound_violations"],
-        kills=fleet.kills,
-        freezes=fleet.freezes,
+        verdict=judge(history, staleness_max=STALENESS_MAX),
+        counted_violations=json.loads((folder / "queue.json").read_text())["bound_violations"],
+        kills=kills,
+        freezes=freezes,
         batches=len({t.batch for t in history.batches}),
-        kept=fleet.folder if verdict.broken else None,
+        folder=folder,
     )
 
 
@@ -180,7 +181,7 @@ def _figures(*outcomes: Outcome) -> list[Figure]:
     """The first outcome is that of the run with kills; what should not be is counted over all."""
     killed = outcomes[0]
     acknowledged, dropped = len(killed.verdict.acknowledged), len(killed.verdict.dropped)
-    where = "".join(f"; see {o.kept}" for o in outcomes if o.kept)
+    where = "".join(f"; see {o.folder}" for o in outcomes if o.broken)
 
     def count(name: str, value: int, unit: str, of: str) -> Figure:
         return Figure(figure=f"chaos.{name}", value=value, unit=unit, against=of)
@@ -194,7 +195,7 @@ def _figures(*outcomes: Outcome) -> list[Figure]:
     figures = [
         count("kills", killed.kills, "kills", f"of queue, learner and actors, in {killed.batches} batches"),
         count("freezes", killed.freezes, "freezes", "longer than the heartbeat"),
-        broken("lost", "groups", f"of {groups} acknowledged", "lost", "foreign", "wrong_answers"),
+        broken("lost", "groups", f"of {groups} acknowledged, or altered, or not known again", *LOST),
         broken("duplicated", "groups", "twice in the weights, or trained and dropped", "duplicated"),
         replace(violations, value=violations.value + sum(o.counted_violations for o in outcomes)),
         Figure(
@@ -233,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     outcome = run_chaos(replace(AMOUNT["normal"], kills=options.kills), options.seed)
     fields: dict[str, Any] = {f.figure: f.value for f in _figures(outcome)}
     print(json.dumps(fields))
-    return 1 if outcome.kept else 0
+    return 1 if outcome.broken else 0
 
 
 if __name__ == "__main__":
