@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import trio
+import trio.testing
 import zmq
 
 from lachesis_transport.keys import Keys, make_keys
@@ -184,3 +185,56 @@ async def test_the_address_of_a_closed_listener_is_free_at_once(tmp_path, keyed)
                     route, _ = await server.receive()
                     await server.send([route.bytes, b"!"])
                     assert (await client.receive())[0].bytes == b"!"
+
+
+@pytest.mark.trio
+async def test_who_still_waits_is_served_when_others_leave():
+    """Those that wait are served in the order they came, without those that were cancelled meanwhile."""
+    with trio.fail_after(SECONDS):
+        async with (
+            open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as server,
+            open_socket(zmq.DEALER, connect=server.address) as client,
+            trio.open_nursery() as nursery,
+        ):
+            await client.send([b"hello"])
+            route = (await server.receive())[0].bytes
+            arrived: list[tuple[int, bytes]] = []
+            scopes = [trio.CancelScope() for _ in range(4)]
+
+            async def receive(name: int) -> None:
+                with scopes[name]:
+                    arrived.append((name, (await client.receive())[0].bytes))
+
+            for name in range(4):
+                nursery.start_soon(receive, name)
+                await trio.testing.wait_all_tasks_blocked()
+            scopes[0].cancel()
+            scopes[2].cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            await server.send([route, b"first"])
+            await server.send([route, b"second"])
+            while len(arrived) < 2:
+                await trio.sleep(0.001)
+            assert sorted(arrived, key=lambda each: each[1]) == [(1, b"first"), (3, b"second")]
+
+
+@pytest.mark.trio
+async def test_a_send_and_a_receive_wait_for_a_peer_together():
+    with trio.fail_after(SECONDS):
+        async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as server:
+            address = server.address
+        async with open_socket(zmq.DEALER, connect=address) as client, trio.open_nursery() as nursery:
+            answers: list[bytes] = []
+
+            async def receive() -> None:
+                answers.append((await client.receive())[0].bytes)
+
+            nursery.start_soon(client.send, [b"?"])
+            nursery.start_soon(receive)
+            await trio.testing.wait_all_tasks_blocked()
+            async with open_socket(zmq.ROUTER, bind=address) as server:
+                route, frame = await server.receive()
+                await server.send([route.bytes, frame.bytes + b"!"])
+                while not answers:
+                    await trio.sleep(0.001)
+    assert answers == [b"?!"]
