@@ -47,6 +47,8 @@ MAX_UNSAVED = 256
 """Answers that may wait for the disk before no more requests are read."""
 WRITE_SECONDS = 2.0
 DRAINED_AT_ONCE = 64
+REPLIES_HELD = 4096
+"""Answers that wait for one client to read them; further ones are lost, and it asks again."""
 MAX_REPORTS = 512
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 LOGGED = {
@@ -136,12 +138,12 @@ class Broker:
     async def receive(self) -> None:
         """Decide requests until cancelled; those that arrived together are saved together."""
         while True:
-            frames: list[zmq.Frame] | None = await self._socket.receive()
+            self._handle(await self._socket.receive())
             for _ in range(DRAINED_AT_ONCE):
+                frames = self._socket.receive_nowait()
                 if frames is None:
                     break
                 self._handle(frames)
-                frames = self._socket.receive_nowait()
             self._go_on()
             while len(self._outbox) > MAX_UNSAVED:
                 self._saved = trio.Event()
@@ -492,7 +494,9 @@ async def serve_queue(
     """
     folder.mkdir(parents=True, exist_ok=True)
     with plain_errors():
-        async with open_socket(zmq.ROUTER, bind=config.queue.address, keys=load_keys(config)) as socket:
+        async with open_socket(
+            zmq.ROUTER, bind=config.queue.address, send_high_water=REPLIES_HELD, keys=load_keys(config)
+        ) as socket:
             store = SqliteStore(folder / DATABASE, EventLog(folder / EVENTS))
             try:
                 broker = Broker(config, folder, store=store, socket=socket)

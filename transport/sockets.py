@@ -158,12 +158,13 @@ async def open_socket(
     bind: str | None = None,
     connect: str | None = None,
     high_water: int = 64,
+    send_high_water: int | None = None,
     keys: Keys | None = None,
 ) -> AsyncIterator[Socket]:
     """A socket for the length of the block; on exit, what was sent still goes out for up to a second, without waiting.
     A listener's address is free at once.
 
-    `high_water` bounds the messages that wait in each direction, a peer. A connecting socket sends only while it is
+    `high_water` bounds the messages that wait in each direction, a peer; `send_high_water` those to be sent. A connecting socket sends only while it is
     connected: nothing piles up for a peer that is away. With `keys` every byte is encrypted, a listener answers only
     the clients that it admits, and a client talks only to the server it knows; without, only loopback is served.
     Raises ValueError for an address off loopback without keys, ConfigError for keys that are missing or malformed,
@@ -180,7 +181,7 @@ async def open_socket(
         socket: zmq.Socket[bytes] = stack.enter_context(context.socket(kind))
         for option, value in (
             (zmq.LINGER, LINGER_MS),
-            (zmq.SNDHWM, high_water),
+            (zmq.SNDHWM, send_high_water or high_water),
             (zmq.RCVHWM, high_water),
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + (CURVE_BYTES if keys else 0)),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),

@@ -325,3 +325,26 @@ async def test_a_learner_that_was_replaced_has_no_say_any_more(tmp_path):
                 answer = await ask("hello", **me)
                 assert answer["code"] == "fenced"
                 assert "was replaced by a later one" in answer["error"]
+
+
+@pytest.mark.trio
+async def test_many_requests_at_once_are_each_answered_without_being_repeated(tmp_path, monkeypatch):
+    monkeypatch.setattr("lachesis_transport.client.RESEND_SECONDS", 10 * SECONDS)
+    many = 300
+    statuses = []
+
+    async def one(producer) -> None:
+        ticket = await producer.ticket(version=0, environment="sums")
+        statuses.append((await producer.put(groups.group(ticket.ticket, [0], actor="actor-0"))).status)
+
+    async with queue(tmp_path, config(queue={"batch_groups": many})) as (address, _):
+        async with (
+            open_consumer(address, "learner", "l1") as consumer,
+            open_producer(address, "actor-0", "a1") as producer,
+        ):
+            await consumer.published(await consumer.reserve(None))
+            async with trio.open_nursery() as nursery:
+                for _ in range(many):
+                    nursery.start_soon(one, producer)
+            assert statuses == ["accepted"] * many
+            assert (await queue_status(address))["replies_lost"] == 0
