@@ -164,9 +164,10 @@ async def open_socket(
     """A socket for the length of the block; on exit, what was sent still goes out for up to a second, without waiting.
     A listener's address is free at once.
 
-    `high_water` bounds the messages that wait in each direction, a peer; `send_high_water` those to be sent. A connecting socket sends only while it is
-    connected: nothing piles up for a peer that is away. With `keys` every byte is encrypted, a listener answers only
-    the clients that it admits, and a client talks only to the server it knows; without, only loopback is served.
+    `high_water` bounds the messages that wait in each direction, a peer; `send_high_water` those to be sent. A socket
+    that connects sends only while it is connected: nothing piles up for a peer that is away. With `keys` every byte is
+    encrypted, a listener answers only the clients that it admits, and a client talks only to the server it knows;
+    without, only loopback is served.
     Raises ValueError for an address off loopback without keys, ConfigError for keys that are missing or malformed,
     OSError when the address is taken.
     """
