@@ -28,7 +28,7 @@ from lachesis_transport.store import StoreError
 
 ANSWER_SECONDS = 2.0
 
-COLUMNS = 160
+COLUMNS = 240
 """Width of what is printed into a pipe."""
 
 TEXT = 60

@@ -267,3 +267,25 @@ def test_metrics_are_served_and_an_address_in_use_is_an_error(tmp_path):
         assert taken.returncode == 2
         told = f"lachesis queue: queue.metrics_address: value '{address}' is in use, expected a free port"
         assert taken.stderr.splitlines()[-1] == told
+
+
+def test_a_queue_with_keys_is_inspected_with_them_alone(config, tmp_path):
+    for name in ("keys", "other"):
+        assert lachesis("keys", tmp_path / name).returncode == 0
+    tree = yaml.safe_load(config.read_text())
+    told = {}
+    for name in ("keys", "other"):
+        config.write_text(yaml.safe_dump({**tree, "run": {**tree["run"], "keys": str(tmp_path / name)}}))
+        told[name] = config.read_text()
+    config.write_text(told["keys"])
+    queue = subprocess.Popen([*LACHESIS, "queue", str(config)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while lachesis("status", config).returncode:
+            assert time.monotonic() < deadline
+        assert inspection(config)["source"] == "queue"
+        config.write_text(told["other"])
+        assert inspection(config)["source"] == "database"
+    finally:
+        queue.terminate()
+        assert queue.wait(30) == 0
