@@ -217,6 +217,7 @@ class Intake(State):
             self._ledger.counts["puts_refused_full"] += 1
             return PutResult("full", f"{self.bytes_held} bytes held, at most {self.rules.max_bytes}", 1.0)
         if not stale and ticket is None and not self._fits(entry):
+            self._ledger.counts["puts_refused_full"] += 1
             return PutResult("full", f"{len(self._ready)} groups are ready already", 1.0)
         self._progress(now)
         self._scores += Scores.of([t.score for t in group.trajectories])

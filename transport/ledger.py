@@ -12,6 +12,9 @@ from lachesis_transport.tables import Table
 REMEMBERED = 1 << 16
 """Ended tickets, and ended groups, whose fate is remembered to answer a repeated request."""
 
+REASONS = 64
+"""Different reasons of voided tickets that are counted by themselves."""
+
 COUNTED = (
     "tickets_issued",
     "groups_accepted",
@@ -77,6 +80,11 @@ class Ledger:
         """What became of a group; None when it did not end, or too long ago."""
         end = self.groups.get(name)
         return None if end is None else end[1]
+
+    def void(self, reason: str) -> None:
+        """Count a voided ticket. Clients name reasons freely: beyond REASONS different ones they count as `other`."""
+        known = reason in self.voided or len(self.voided) < REASONS
+        self.voided[reason if known else "other"] += 1
 
     def ticket_fate(self, ticket: int) -> str:
         """Why a ticket ended."""

@@ -305,7 +305,7 @@ class State:
 
     def _void(self, ticket: Ticket, reason: str) -> None:
         self._close(ticket, reason)
-        self._ledger.voided[reason] += 1
+        self._ledger.void(reason)
         self._ledger.note("voided", ticket=ticket.number, actor=ticket.actor, reason=reason, item=ticket.item)
 
     def _close(self, ticket: Ticket, reason: str) -> None:

@@ -591,6 +591,14 @@ def test_a_learner_that_was_replaced_is_refused_for_ever():
         bench.replay.leave(role="learner", name="l")
 
 
+def test_reasons_that_clients_make_up_are_counted_in_bounded_space():
+    bench = Bench()
+    for i in range(100):
+        bench.replay.void(actor="a", ticket=bench.ticket(), reason=f"reason {i}", scores=Scores(), now=0)
+    voided = bench.replay.statistics()["tickets_voided"]
+    assert (len(voided), sum(voided.values()), voided["other"]) == (65, 100, 36)
+
+
 def test_reports_are_logged_once():
     bench = Bench()
     bench.kinds()
