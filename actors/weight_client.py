@@ -88,7 +88,14 @@ async def follow_weights(
     async with AsyncExitStack() as stack:
         workers = await stack.enter_async_context(open_workers(engine, count=count))
         link = await stack.enter_async_context(
-            open_link(config.weights.address, actor=actor, workers=count, layout=workers.layout, keys=load_keys(config))
+            open_link(
+                config.weights.address,
+                actor=actor,
+                workers=count,
+                layout=workers.layout,
+                channel=config.actor.weights_channel,
+                keys=load_keys(config),
+            )
         )
         follower = _Follower(link, workers, engine, report=report, on_active=on_active)
         await link.join()

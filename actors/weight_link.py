@@ -76,9 +76,15 @@ class Invitation:
 class Link:
     """One actor's connection; `open_link` makes it."""
 
-    def __init__(self, socket: Socket, *, actor: str, workers: int, layout: Layout) -> None:
+    def __init__(self, socket: Socket, *, actor: str, workers: int, layout: Layout, channel: str) -> None:
         self._socket = socket
-        self._hello = {"op": "hello", "actor": actor, "workers": workers, "layout": layout.to_wire()}
+        self._hello = {
+            "op": "hello",
+            "actor": actor,
+            "workers": workers,
+            "layout": layout.to_wire(),
+            "channel": channel,
+        }
         self._token: int | None = None
         self._seconds = 30.0
         self._refused: str | None = None
@@ -257,15 +263,15 @@ def _invitation(wire: dict[str, Any]) -> Invitation:
 
 @asynccontextmanager
 async def open_link(
-    address: str, *, actor: str, workers: int, layout: Layout, keys: Keys | None = None
+    address: str, *, actor: str, workers: int, layout: Layout, channel: str = "auto", keys: Keys | None = None
 ) -> AsyncIterator[Link]:
     """A link for the length of the block; the publisher need not be there yet.
 
-    Raises ValueError off loopback without keys.
+    `channel` is `auto` (the publisher's) or `stream`. Raises ValueError off loopback without keys.
     """
     with plain_errors():
         async with open_socket(zmq.DEALER, connect=address, keys=keys) as socket, trio.open_nursery() as nursery:
-            link = Link(socket, actor=actor, workers=workers, layout=layout)
+            link = Link(socket, actor=actor, workers=workers, layout=layout, channel=channel)
             nursery.start_soon(link._read)
             nursery.start_soon(link._stay_alive)
             try:

@@ -203,6 +203,8 @@ class Actor(Section):
     advantages: Literal["given", "group", "mean", "loo"] = "group"
     """Token advantages where the environment gave none: `group` (R-mean)/std, `mean` R-mean, `loo` R-mean of the
     others; `given` takes only those that the environment gave."""
+    weights_channel: Literal["auto", "stream"] = "auto"
+    """How these actors get deltas: as weights.channel says, or by stream whatever the others do (a slow link)."""
     engine: Engine = Field(default_factory=Engine)
     """The vLLM server."""
 

@@ -22,6 +22,8 @@ from lachesis_transport.client import QueueError
 from lachesis_transport.consumer import Consumer, open_consumer
 from lachesis_transport.keys import Keys
 from lachesis_transport.weights.layout import Layout
+from lachesis_transport.weights.log_files import LogFiles
+from lachesis_transport.weights.version_log import Kept
 
 logger = logging.getLogger("lachesis.learner")
 
@@ -141,9 +143,11 @@ class Exchange(TrioThread):
         """Say hello to the queue, however long it takes to come."""
         return self.submit(self._connect)
 
-    def open_publisher(self, weights: Weights, layout: Layout, *, device: str) -> Future[None]:
-        """Let actors join from now on."""
-        return self.submit(self._open_publisher, weights, layout, device)
+    def open_publisher(
+        self, weights: Weights, layout: Layout, *, device: str, files: LogFiles, kept: Kept | None
+    ) -> Future[None]:
+        """Let actors join from now on. Versions are kept in `files`, which held `kept`."""
+        return self.submit(partial(self._open_publisher, weights, layout, device=device, files=files, kept=kept))
 
     def publish(self, *, version: int, parent: int | None, blobs: Sequence[bytes]) -> Future[PublishReport]:
         """Publish a version; the result comes when every healthy member has it, or the deadline passed.
@@ -170,7 +174,9 @@ class Exchange(TrioThread):
         self._leave.set()
         await self._left.wait()
 
-    async def _open_publisher(self, weights: Weights, layout: Layout, device: str) -> None:
+    async def _open_publisher(
+        self, weights: Weights, layout: Layout, *, device: str, files: LogFiles, kept: Kept | None
+    ) -> None:
         self.publisher = Publisher(
             address=weights.address,
             layout=layout,
@@ -178,6 +184,8 @@ class Exchange(TrioThread):
             deadline_seconds=weights.deadline_seconds,
             device=device,
             keys=self._keys,
+            files=files,
+            kept=kept,
         )
         await self.start(self.publisher.serve)
 

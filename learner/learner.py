@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from lachesis_learner.exchange import Exchange
     from lachesis_learner.shards import ShardEncoder
     from lachesis_learner.trainer import Trained
+    from lachesis_transport.weights.mirror import Mirror
 
 logger = logging.getLogger("lachesis.learner")
 
@@ -148,6 +150,8 @@ class _Rank:
                 self.trainer.train(Batch.from_wire(message))
             elif kind == "encode":
                 self.encode(anchor=message["anchor"])
+            elif kind == "rebase":
+                self.rebase(None)
             elif kind == "save":
                 self.trainer.save(Path(message["folder"]))
             elif kind == "load":
@@ -155,11 +159,22 @@ class _Rank:
 
     def encode(self, *, anchor: bool) -> list[bytes]:
         """The blobs of all ranks on rank 0, [] elsewhere."""
+        return self.ranks.gather(self.open_encoder().encode(anchor=anchor).to_wire())
+
+    def rebase(self, mirror: Mirror | None) -> None:
+        """Let the next `encode` differ from these weights, which rank 0 has."""
+        from lachesis_learner.published_before import shard_of
+
+        part = None if mirror is None else partial(shard_of, mirror, ranks=self.ranks.size)
+        self.open_encoder().rebase(self.ranks.scatter(part))
+
+    def open_encoder(self) -> ShardEncoder:
+        """This rank's encoder."""
         from lachesis_learner.shards import ShardEncoder
 
         if self.encoder is None:
             self.encoder = ShardEncoder(self.trainer.shards(), rank=self.ranks.rank, ranks=self.ranks.size)
-        return self.ranks.gather(self.encoder.encode(anchor=anchor).to_wire())
+        return self.encoder
 
 
 class _Lead(_Rank):
@@ -249,12 +264,7 @@ class _Lead(_Rank):
             logger.info("the run has finished already; nothing to train")
             return
         self._reserve_first(exchange)
-        blobs = self._encode(anchor=True)
-        assert self.encoder is not None
-        self._await(
-            exchange.open_publisher(self.config.weights, self.encoder.layout, device=self.ranks.device), patient=True
-        )
-        publication = exchange.publish(version=self.version, parent=self.parent, blobs=blobs)
+        publication = self._publish_first(exchange)
         self.phases = Phases()
         try:
             while self.step < self.config.run.steps and not self.stop.requested:
@@ -272,6 +282,22 @@ class _Lead(_Rank):
             self._await(exchange.submit(exchange.publisher.finish), patient=True)
             logger.info("finished: %d steps, version %d", self.step, self.version)
         self._await(exchange.leave(), patient=True)
+
+    def _publish_first(self, exchange: Exchange) -> Future[Any]:
+        """Let actors join and publish the weights at hand: whole, or as a delta to what was published before."""
+        from lachesis_learner.published_before import published_before
+
+        size, device = self.ranks.size, self.ranks.device
+        layout = self.open_encoder().layout
+        files, kept = published_before(self.folder, layout, version=self.version, first=self.parent is None, ranks=size)
+        if kept is not None:
+            self._all("rebase", {})
+            self.rebase(kept.mirror)
+        blobs = self._encode(anchor=kept is None)
+        opened = exchange.open_publisher(self.config.weights, layout, device=device, files=files, kept=kept)
+        self._await(opened, patient=True)
+        parent = None if kept is None else kept.newest.version
+        return exchange.publish(version=self.version, parent=parent, blobs=blobs)
 
     def _batch(self, exchange: Exchange, metrics: MetricsWriter, publication: Future[Any]) -> Future[Any]:
         """One batch from the lease to the hand-over of the new version; returns its publication, still under way.

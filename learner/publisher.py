@@ -35,8 +35,9 @@ from lachesis_transport.sockets import Socket, check_loopback, open_socket
 from lachesis_transport.weights.checksum import combine
 from lachesis_transport.weights.collective import CollectiveFailed, Group, GroupSpec, open_store
 from lachesis_transport.weights.layout import Layout
+from lachesis_transport.weights.log_files import LogFiles
 from lachesis_transport.weights.membership import Composition, Membership, Round
-from lachesis_transport.weights.version_log import Entry, VersionLog, entry_of
+from lachesis_transport.weights.version_log import Entry, Kept, VersionLog, entry_of
 
 __all__ = ["NonFiniteWeights", "PublishReport", "Publisher", "Shard", "ShardBlob", "ShardEncoder"]
 
@@ -44,7 +45,8 @@ log = logging.getLogger("lachesis.publisher")
 
 MAX_CHUNK_BYTES = 4 << 20
 TICK_SECONDS = 1.0
-HELLO: dict[str, type] = {"actor": str, "workers": int, "nonce": str}
+HELLO: dict[str, type] = {"actor": str, "workers": int, "nonce": str, "channel": str}
+CHANNELS = ("auto", "stream")
 COLLECTIVE_SHARE = 0.5
 """Part of the deadline that a collective may use; the rest is for members to stream what it did not bring them."""
 
@@ -71,7 +73,8 @@ class PublishReport:
     removed: dict[str, str]
     """Actors that were removed during this publication, and why."""
     channel: str
-    """`collective`, `stream`, `collective+stream` (a collective broke and the healthy members streamed) or `none`."""
+    """`collective` (also when some members asked for the stream), `stream`, `collective+stream` (a collective broke and
+    the healthy members streamed) or `none`."""
 
 
 class Publisher:
@@ -84,6 +87,8 @@ class Publisher:
         deadline_seconds: what a dead or hanging member costs at most, once (weights.deadline_seconds).
         device: where collective tensors live: cpu (gloo) or cuda (nccl).
         keys: of this node (run.keys), for an address off loopback.
+        files: where the versions are kept on disk; None: nowhere.
+        kept: what `files` held, to go on from: the first publication may be a delta to its newest version.
 
     Raises ValueError for an address off loopback without keys.
     """
@@ -97,6 +102,8 @@ class Publisher:
         deadline_seconds: float,
         device: str = "cpu",
         keys: Keys | None = None,
+        files: LogFiles | None = None,
+        kept: Kept | None = None,
     ) -> None:
         if keys is None:
             check_loopback(address)
@@ -106,12 +113,15 @@ class Publisher:
         self._channel = channel
         self._deadline_seconds = deadline_seconds
         self._backend = "gloo" if device == "cpu" else "nccl"
-        self._log = VersionLog(layout, lease_seconds=deadline_seconds)
+        self._log = VersionLog(layout, lease_seconds=deadline_seconds, kept=kept)
+        self._files = files
+        self._mirror_in_use = trio.Lock()
         self._membership = Membership(deadline_seconds=deadline_seconds)
         self._peers: dict[int, bytes] = {}
         self._finished = False
         self._changed = trio.Event()
         self._fold_soon = trio.Event()
+        self._write_soon = trio.Event()
         self._socket: Socket | None = None
         self._store: Any = None
         self._group: Group | None = None
@@ -136,6 +146,8 @@ class Publisher:
             self._socket = socket
             nursery.start_soon(self._fold_when_possible)
             nursery.start_soon(self._watch_silence)
+            if self._files is not None:
+                nursery.start_soon(self._write_files, self._files)
             task_status.started()
             try:
                 while True:
@@ -149,10 +161,10 @@ class Publisher:
     async def publish(self, *, version: int, parent: int | None, blobs: Sequence[bytes | memoryview]) -> PublishReport:
         """Publish one version made of one blob (ShardBlob.to_wire) a rank, in rank order.
 
+        `parent` is the version that the blobs are the difference to, the newest one; of an anchor it says nothing.
         Returns when every healthy member staged it, or when the deadline passed; those that had not are removed and
-        heal when they come back. Anchors (the first publication, or after a resume) replace everything. One call at a
-        time; cancelling it leaves the version published. Raises ValueError when version, parent or blobs do not fit
-        what was published before.
+        heal when they come back. Anchors replace everything. One call at a time; cancelling it leaves the version
+        published. Raises ValueError when version, parent or blobs do not fit what was published before.
         """
         began = trio.current_time()
         parts = [ShardBlob.from_wire(blob) for blob in blobs]
@@ -170,8 +182,10 @@ class Publisher:
         )
         self._log.append(entry)
         round_ = self._membership.begin(version, now=began, everyone=anchor)
-        expected = len(round_.waiting)
-        channel: str = "none" if not expected else self._channel if not anchor else "stream"
+        self._write_soon.set()
+        channel = "none" if not round_.waiting else "stream" if anchor else self._channel
+        if channel == "collective" and not self._membership.collective:
+            channel = "stream"
         try:
             if channel == "collective":
                 if not await self._broadcast(entry, round_):
@@ -279,15 +293,16 @@ class Publisher:
         }
 
     def _tell(self, token: int, message: dict[str, Any]) -> None:
-        self._reply(self._peers[token], message)
+        reached = self._reply(self._peers[token], message)
+        self._membership.reach(token, reached=reached, now=trio.current_time())
 
-    def _reply(self, peer: bytes, message: dict[str, Any], frame: bytes | memoryview | None = None) -> None:
+    def _reply(self, peer: bytes, message: dict[str, Any], frame: bytes | memoryview | None = None) -> bool:
         """Hand a message to a peer's bounded queue. One that is gone or does not read hears of it again: it asks."""
         assert self._socket is not None
         frames: list[Any] = [peer, pack(message)]
         if frame is not None:
             frames.append(frame)
-        self._socket.send_nowait(frames)
+        return self._socket.send_nowait(frames)
 
     def _handle(self, frames: Sequence[zmq.Frame]) -> None:
         peer = frames[0].bytes
@@ -319,16 +334,21 @@ class Publisher:
             self._reply(peer, {"op": "refused", "error": str(error)})
 
     def _welcome(self, peer: bytes, message: dict[str, Any]) -> None:
-        actor, workers, nonce = (take(message, key, kind) for key, kind in HELLO.items())
+        actor, workers, nonce, channel = (take(message, key, kind) for key, kind in HELLO.items())
         theirs = Layout.from_wire(message.get("layout"))
         if difference := self._layout.difference(theirs):
             raise MessageError(f"layout: the actor serves another model than the learner trains: {difference}")
         if workers < 1:
             raise MessageError(f"workers: {workers}, expected 1 or more")
-        if self._log.newest is None:
+        if channel not in CHANNELS:
+            raise MessageError(f"channel: {channel!r}, expected {' or '.join(CHANNELS)}")
+        if self._membership.newest is None:
+            # What another learner published last may be of a branch that this one goes back on.
             self._reply(peer, {"op": "waiting"})
             return
-        member = self._membership.join(actor, nonce=nonce, workers=workers, now=trio.current_time())
+        member = self._membership.join(
+            actor, nonce=nonce, workers=workers, collective=channel == "auto", now=trio.current_time()
+        )
         self._forget_removed()
         if member.token not in self._peers:
             log.info("%s joined", actor)
@@ -388,8 +408,11 @@ class Publisher:
     async def _watch_silence(self) -> None:
         while True:
             await trio.sleep(TICK_SECONDS)
-            for actor in self._membership.silent(now=trio.current_time()):
-                log.warning("%s was silent for %g s: no member any more", actor, self._deadline_seconds)
+            for token in tuple(self._peers) if self._membership.newest is not None else ():
+                if self._membership.quiet(token, seconds=2 * TICK_SECONDS, now=trio.current_time()):
+                    self._tell(token, {"op": "news", **self._news()})
+            for actor, reason in self._membership.silent(now=trio.current_time()).items():
+                log.warning("%s is no member any more: %s", actor, reason)
                 self._notify()
             self._forget_removed()
             self._fold_soon.set()
@@ -398,6 +421,26 @@ class Publisher:
         while True:
             await self._fold_soon.wait()
             self._fold_soon = trio.Event()
-            if entries := self._log.begin_fold(now=trio.current_time()):
-                await trio.to_thread.run_sync(self._log.fold, entries)
-                self._log.end_fold(entries)
+            async with self._mirror_in_use:
+                if entries := self._log.begin_fold(now=trio.current_time()):
+                    await trio.to_thread.run_sync(self._log.fold, entries)
+                    self._log.end_fold(entries)
+                    self._write_soon.set()
+
+    async def _write_files(self, files: LogFiles) -> None:
+        """Bring what is on disk up to what is published, as soon as may be."""
+        while True:
+            await self._write_soon.wait()
+            self._write_soon = trio.Event()
+            try:
+                while (entry := files.next(self._log)) is not None:
+                    if entry.parent is not None:
+                        await trio.to_thread.run_sync(files.write, entry, self._log.mirror)
+                        continue
+                    async with self._mirror_in_use:
+                        entry = files.next(self._log)
+                        if entry is not None:
+                            await trio.to_thread.run_sync(files.write, entry, self._log.mirror)
+            except OSError as error:
+                # Actors are served from memory: without the files a restart costs an anchor, no more.
+                log.warning("version %s is not kept on disk: %s", self._log.newest and self._log.newest.version, error)

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -25,11 +25,12 @@ from lachesis_configs.cores import usable_cores
 from lachesis_configs.load import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch.distributed as dist
 
 logger = logging.getLogger("lachesis.learner")
 
-Kind = Literal["tick", "train", "encode", "save", "load", "stop"]
+Kind = Literal["tick", "train", "encode", "rebase", "save", "load", "stop"]
 Device = Literal["cpu", "cuda"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -168,6 +169,27 @@ class Ranks:
                 dist.recv(received, rank, group=self.control)
             blobs.append(received.numpy().tobytes())
         return blobs
+
+    def scatter(self, part: Callable[[int], np.ndarray] | None = None) -> np.ndarray:
+        """This rank's part (uint16) of what rank 0 has: `part` makes that of a rank, on rank 0 only."""
+        import numpy as np
+        import torch
+        import torch.distributed as dist
+
+        if self.rank:
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.recv(length, 0, group=self.control)
+            received = np.empty(int(length), np.uint16)
+            if len(received):
+                dist.recv(torch.from_numpy(received.view(np.int16)), 0, group=self.control)
+            return received
+        assert part is not None
+        for rank in range(1, self.size):
+            bits = part(rank)
+            dist.send(torch.tensor([len(bits)]), rank, group=self.control)
+            if len(bits):
+                dist.send(torch.from_numpy(bits.view(np.int16)), rank, group=self.control)
+        return part(0)
 
     def explain(self, error: BaseException) -> None:
         """Raise RankDied in place of `error`, which a collective raised, if a child has died."""

@@ -112,6 +112,18 @@ class ShardEncoder:
                 )
         self._baseline: list[np.ndarray] | None = None
 
+    def rebase(self, bits: np.ndarray) -> None:
+        """Make these weights, which another process published, what the next `encode` differs from.
+
+        Args:
+            bits: uint16, this rank's part of every tensor (the bits of bf16), end to end in layout order. Copied.
+        """
+        total = sum(len(s.flat) for s in self._shards)
+        if bits.dtype != np.uint16 or bits.shape != (total,):
+            raise ValueError(f"bits: {bits.dtype}{list(bits.shape)}, expected uint16[{total}]")
+        ends = np.cumsum([len(s.flat) for s in self._shards])[:-1]
+        self._baseline = [part.copy() for part in np.split(bits, ends)]
+
     def encode(self, *, anchor: bool = False) -> ShardBlob:
         """Encode what changed since the last call and make it the new baseline. Blocking; CPU-bound.
 

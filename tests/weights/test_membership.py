@@ -95,9 +95,47 @@ def test_silence_ends_a_membership() -> None:
     membership = Membership(deadline_seconds=5.0)
     a, b = current(membership, "a", "b")
     membership.hear(a, now=4.0)
-    assert membership.silent(now=6.0) == ["b"]
-    assert membership.silent(now=6.0) == []
+    assert membership.silent(now=6.0) == {"b": "silent for 5 s"}
+    assert membership.silent(now=6.0) == {}
     assert not membership.hear(b, now=6.0)
+
+
+def test_a_lost_connection_ends_a_membership_before_the_deadline_unless_a_new_one_comes() -> None:
+    membership = Membership(deadline_seconds=30.0)
+    membership.begin(0, now=0.0)
+    membership.end()
+    a, b = current(membership, "a", "b")
+    begun = membership.begin(1, now=0.0)
+    assert not membership.quiet(a, seconds=2.0, now=1.0)
+    assert membership.quiet(a, seconds=2.0, now=2.5)
+    for now in (2.5, 3.0):
+        membership.reach(a, reached=False, now=now)
+        membership.reach(b, reached=False, now=now)
+    membership.hear(b, now=4.0)
+    assert membership.silent(now=5.0) == {}
+    assert membership.silent(now=5.5) == {"a": "disconnected for 3 s"}
+    assert begun.waiting == {b: "b"}
+    assert begun.removed == {"a": "disconnected for 3 s"}
+    membership.reach(b, reached=False, now=6.0)
+    membership.reach(b, reached=True, now=7.0)
+    assert membership.silent(now=10.0) == {}
+
+
+def test_who_wants_to_stream_is_expected_but_takes_no_rank() -> None:
+    membership = Membership(deadline_seconds=5.0)
+    membership.begin(0, now=0.0)
+    membership.end()
+    slow = membership.join("slow", nonce="n", workers=2, collective=False, now=0.0)
+    membership.stage(slow.token, 0, now=0.0)
+    assert set(membership.begin(1, now=0.0).waiting) == {slow.token}
+    assert not membership.collective
+    membership.stage(slow.token, 1, now=0.0)
+    membership.end()
+    (fast,) = current(membership, "fast")
+    assert set(membership.begin(2, now=0.0).waiting) == {slow.token, fast}
+    assert membership.collective
+    composition, _ = membership.compose()
+    assert (composition.ranks, composition.size) == ({fast: 1}, 2)
 
 
 def test_epochs_change_with_the_composition_and_after_a_break_only() -> None:

@@ -5,13 +5,16 @@ actor has to join again and heal. A member is *current* when it staged the newes
 expects all members that are current when it begins, and ends when all of them staged the version, or at the deadline;
 who has not staged it then is removed.
 
-The current members of a round form the collective group. A group has an epoch: it grows when the composition changes
-or a collective broke, so nothing of an older group can reach into a newer one.
+The current members of a round form the collective group, but for those that want to stream. A group has an epoch: it
+grows when the composition changes or a collective broke, so nothing of an older group can reach into a newer one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+GONE_SECONDS = 3.0
+"""A member that cannot be reached for so long has gone: several times what a new connection of a living one takes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,10 +27,14 @@ class Member:
     """The actor's own name for this membership: a repeated join with it changes nothing."""
     workers: int
     """Receivers behind this actor: ranks it takes in a group."""
+    collective: bool
+    """Whether it takes part in collectives; it streams what it misses."""
     staged: int | None
     """Newest version that it holds."""
     heard: float
     """When it last said anything, seconds."""
+    lost: float | None = None
+    """Since when nothing can be sent to it; None: it was reached last time, or spoke since."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,17 +87,25 @@ class Membership:
         """Everyone who joined and was not removed, in the order of joining."""
         return tuple(self._members.values())
 
-    def join(self, actor: str, *, nonce: str, workers: int, now: float) -> Member:
+    def join(self, actor: str, *, nonce: str, workers: int, now: float, collective: bool = True) -> Member:
         """A new membership; an older one of the same actor ends."""
         if workers < 1:
             raise ValueError(f"workers: {workers}, expected 1 or more")
         for member in self.members:
             if member.actor == actor and member.nonce == nonce:
-                member.heard = now
+                member.heard, member.lost = now, None
                 return member
             if member.actor == actor:
                 self.remove(member.token, "joined again")
-        member = Member(token=self._next_token, actor=actor, nonce=nonce, workers=workers, staged=None, heard=now)
+        member = Member(
+            token=self._next_token,
+            actor=actor,
+            nonce=nonce,
+            workers=workers,
+            collective=collective,
+            staged=None,
+            heard=now,
+        )
         self._next_token += 1
         self._members[member.token] = member
         return member
@@ -100,8 +115,23 @@ class Membership:
         member = self._members.get(token)
         if member is None:
             return False
-        member.heard = now
+        member.heard, member.lost = now, None
         return True
+
+    def quiet(self, token: int, *, seconds: float, now: float) -> bool:
+        """Whether the member said nothing for so long: it is time to look whether it can be reached."""
+        member = self._members.get(token)
+        return member is not None and now - member.heard > seconds
+
+    def reach(self, token: int, *, reached: bool, now: float) -> None:
+        """Something was sent to the member, or could not be: its connection is gone, or it does not read."""
+        member = self._members.get(token)
+        if member is None:
+            return
+        if reached:
+            member.lost = None
+        elif member.lost is None:
+            member.lost = now
 
     def stage(self, token: int, version: int, *, now: float) -> bool:
         """The member holds this version now; False: fenced."""
@@ -122,12 +152,18 @@ class Membership:
             del self._round.waiting[token]
             self._round.removed[member.actor] = reason
 
-    def silent(self, *, now: float) -> list[str]:
-        """Remove, and name, those who said nothing for the deadline."""
-        gone = [m for m in self.members if now - m.heard > self._deadline_seconds]
-        for member in gone:
-            self.remove(member.token, f"silent for {self._deadline_seconds:g} s")
-        return [m.actor for m in gone]
+    def silent(self, *, now: float) -> dict[str, str]:
+        """Remove those who said nothing for the deadline, or could not be reached for GONE_SECONDS; why, by name."""
+        gone = {}
+        for member in self.members:
+            if now - member.heard > self._deadline_seconds:
+                gone[member.actor] = f"silent for {self._deadline_seconds:g} s"
+            elif member.lost is not None and now - member.lost >= GONE_SECONDS:
+                gone[member.actor] = f"disconnected for {GONE_SECONDS:g} s"
+            else:
+                continue
+            self.remove(member.token, gone[member.actor])
+        return gone
 
     def begin(self, version: int, *, now: float, everyone: bool = False) -> Round:
         """Start a round. It expects the current members, or with `everyone` (an anchor) whoever joined."""
@@ -145,13 +181,19 @@ class Membership:
         self._round = None
         return ended
 
+    @property
+    def collective(self) -> bool:
+        """Whether anybody whom the round in progress waits for takes part in collectives."""
+        assert self._round is not None
+        return any(member.collective and member.token in self._round.waiting for member in self.members)
+
     def compose(self) -> tuple[Composition, bool]:
         """The group for the round in progress, and whether it has to be built (it is new)."""
         assert self._round is not None
         ranks: dict[int, int] = {}
         size = 1
         for member in self.members:
-            if member.token in self._round.waiting:
+            if member.collective and member.token in self._round.waiting:
                 ranks[member.token] = size
                 size += member.workers
         if self._composition is not None and self._composition.ranks == ranks:

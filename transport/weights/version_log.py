@@ -22,6 +22,9 @@ from lachesis_transport.messages import MessageError, take
 from lachesis_transport.weights.layout import Layout
 from lachesis_transport.weights.mirror import Mirror
 
+LIMIT = 16
+"""Deltas that are kept, at most."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -29,7 +32,8 @@ class Entry:
 
     version: int
     parent: int | None
-    """The version that the payload is a delta to; None: it holds every value."""
+    """The version that the payload is a delta to, which need not be the one that it was trained from; None: it holds
+    every value."""
     checksum: str
     sizes: tuple[int, ...]
     """Bytes of each rank's part of the payload."""
@@ -95,6 +99,20 @@ class Plan:
     """What to fetch and apply, in order; empty when the reader is there already."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a version log held when its process ended, for the next one to go on with."""
+
+    mirror: Mirror
+    """The weights of `newest`."""
+    newest: Entry
+    """Its payload may be missing: empty."""
+    deltas: tuple[Entry, ...]
+    """The newest ones, each to the version before it; the last leads to `newest`."""
+    known: dict[str, int]
+    """Version of the weights with a checksum, as the learner that ends here or the one that begins would hash them."""
+
+
 class VersionLog:
     """The newest weights and recent deltas.
 
@@ -102,18 +120,38 @@ class VersionLog:
         layout: of the model.
         limit: deltas kept, at most; their bytes together never exceed the weights' own.
         lease_seconds: how long a reader pins the mirror after its last read.
+        kept: what an earlier log held; its mirror becomes this one's.
     """
 
-    def __init__(self, layout: Layout, *, limit: int = 16, lease_seconds: float = 30.0) -> None:
+    def __init__(
+        self, layout: Layout, *, limit: int = LIMIT, lease_seconds: float = 30.0, kept: Kept | None = None
+    ) -> None:
         self.layout = layout
         self.newest: Entry | None = None
         self._mirror = Mirror(layout)
         self._base: Entry | None = None
         self._folding = False
         self._deltas: deque[Entry] = deque()
+        self._known: dict[str, int] = {}
+        """Version by checksum, of every version that a kept delta leaves or reaches."""
         self._limit = limit
         self._lease_seconds = lease_seconds
         self._pins: dict[str, float] = {}
+        if kept is not None:
+            self._mirror, self._known = kept.mirror, dict(kept.known)
+            self.newest = self._base = kept.newest
+            self._deltas.extend(kept.deltas)
+            self._trim(kept.newest)
+
+    @property
+    def base(self) -> Entry | None:
+        """The version that the mirror holds; None before the first fold."""
+        return self._base
+
+    @property
+    def mirror(self) -> Mirror:
+        """The weights of `base`: to be read only while nothing folds."""
+        return self._mirror
 
     @property
     def nbytes(self) -> int:
@@ -129,13 +167,19 @@ class VersionLog:
             raise ValueError(f"sizes: {sum(entry.sizes)} bytes together, expected {len(entry.payload)}")
         if entry.parent is None:
             self._deltas.clear()
+            self._known.clear()
             self._pins.clear()
             self._base = None
         elif newest is None or entry.parent != newest.version:
             held = None if newest is None else newest.version
             raise ValueError(f"parent: {entry.parent}, expected the newest version {held}")
         self._deltas.append(entry)
+        self._known[entry.checksum] = entry.version
         self.newest = entry
+
+    def delta_to(self, version: int) -> Entry | None:
+        """The delta from this version to the next, while it is kept."""
+        return next((entry for entry in self._deltas if entry.parent == version), None)
 
     def begin_fold(self, *, now: float) -> list[Entry]:
         """The entries to `fold` into the mirror now; empty while it is current, or read by somebody (unless it lags too
@@ -164,12 +208,18 @@ class VersionLog:
         """The mirror holds the last of these entries now."""
         self._folding = False
         self._base = entries[-1]
-        while self._deltas and self._deltas[0].version <= self._base.version:
+        self._trim(self._base)
+
+    def _trim(self, base: Entry) -> None:
+        while self._deltas and self._deltas[0].version <= base.version:
             first = self._deltas[0]
             kept = sum(len(e.payload) for e in self._deltas)
             if first.parent is not None and len(self._deltas) <= self._limit and kept <= self.nbytes:
                 break
             self._deltas.popleft()
+        first = self._deltas[0] if self._deltas else base
+        oldest = first.version if not self._deltas or first.parent is None else first.parent
+        self._known = {checksum: version for checksum, version in self._known.items() if version >= oldest}
 
     def plan(self, reader: str, *, checksum: str, now: float) -> Plan | None:
         """What a reader whose weights have this checksum has to fetch, in order; None: ask again soon."""
@@ -177,11 +227,11 @@ class VersionLog:
         if newest is None or self._folding or (pending and pending[0].parent is None):
             return None
         assert self._base is not None
-        for held in (*reversed(self._deltas), self._base):
-            if held.checksum == checksum:
-                chain = [e for e in self._deltas if e.version > held.version]
-                if sum(len(e.payload) for e in chain) < self.nbytes:
-                    return Plan(held=held.version, steps=tuple(_step(e) for e in chain))
+        held = self._known.get(checksum)
+        if held is not None:
+            chain = [e for e in self._deltas if e.version > held]
+            if sum(len(e.payload) for e in chain) < self.nbytes:
+                return Plan(held=held, steps=tuple(_step(e) for e in chain))
         self._pins[reader] = now + self._lease_seconds
         anchor = Step(
             version=self._base.version,
