@@ -63,7 +63,7 @@ class _Trial:
 
     def floor_share(self) -> Figure:
         """Bytes that the positions and differences carry at least, to bytes used."""
-        floor = sum(_floor_bytes(self.before[name], self.after[name]) for name in self.before)
+        floor = sum(floor_bytes(self.before[name], self.after[name]) for name in self.before)
         self._load(self.after)
         payload = self.encoder.encode().payload
         self._load(self.before)
@@ -123,7 +123,7 @@ class _Trial:
             self.live[name].copy_(torch.from_numpy(bits.view(np.int16)))
 
 
-def _floor_bytes(before: np.ndarray, after: np.ndarray) -> float:
+def floor_bytes(before: np.ndarray, after: np.ndarray) -> float:
     """n * (H(p) + p * H(difference)) bits, as bytes."""
     difference = (after - before)[after != before]
     n, p = len(before), len(difference) / len(before)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
+import xxhash
 
 from lachesis_transport.messages import MessageError, pack, take, unpack
 from lachesis_transport.weights.checksum import DIGEST_BYTES, shard_digests
-from lachesis_transport.weights.codec import DENSE_SHARE, DeltaWriter, changed_positions, first_non_finite
+from lachesis_transport.weights.codec import DeltaWriter, NonFiniteBits, blocks, first_non_finite, read_delta
 from lachesis_transport.weights.layout import Layout, shard_range
 
 
@@ -110,7 +112,9 @@ class ShardEncoder:
                     f"{shard.name}: {shard.flat.dtype}{list(shard.flat.shape)} from {shard.start}, "
                     f"expected torch.bfloat16[{stop - start}] from {start} on rank {rank} of {ranks}"
                 )
-        self._baseline: list[np.ndarray] | None = None
+        self._baseline: np.ndarray | None = None
+        ends = np.cumsum([0, *(len(s.flat) for s in self._shards)], dtype=np.int64).tolist()
+        self._ranges = list(pairwise(ends))
 
     def rebase(self, bits: np.ndarray) -> None:
         """Make these weights, which another process published, what the next `encode` differs from.
@@ -121,71 +125,68 @@ class ShardEncoder:
         total = sum(len(s.flat) for s in self._shards)
         if bits.dtype != np.uint16 or bits.shape != (total,):
             raise ValueError(f"bits: {bits.dtype}{list(bits.shape)}, expected uint16[{total}]")
-        ends = np.cumsum([len(s.flat) for s in self._shards])[:-1]
-        self._baseline = [part.copy() for part in np.split(bits, ends)]
+        self._baseline = bits.copy()
 
     def encode(self, *, anchor: bool = False) -> ShardBlob:
         """Encode what changed since the last call and make it the new baseline. Blocking; CPU-bound.
 
-        The first call must be an anchor. Raises NonFiniteWeights, naming the tensor; the baseline is then unchanged.
+        The first call must be an anchor, or follow `rebase`. Raises NonFiniteWeights, naming the tensor; the baseline
+        is then unchanged.
         """
-        writer = DeltaWriter(tensors=len(self._shards))
-        total = sum(len(s.flat) for s in self._shards)
+        total = self._ranges[-1][1] if self._ranges else 0
+        writer = DeltaWriter(blocks=sum(1 for a, b in self._ranges for _ in blocks(b - a)), finite=True)
         if anchor:
-            changed, self._baseline = total, self._copy_all(writer)
+            changed, checksums = total, self._copy_all(writer)
         else:
-            changed = self._write_changes(writer)
-        assert self._baseline is not None
+            changed, checksums = self._write_changes(writer)
         return ShardBlob(
             rank=self._rank,
             ranks=self._ranks,
             anchor=anchor,
-            checksums=shard_digests(self._baseline),
+            checksums=checksums,
             changed=changed,
             total=total,
             payload=writer.finish(),
         )
 
-    def _copy_all(self, writer: DeltaWriter) -> list[np.ndarray]:
-        copies = []
-        for i, shard in enumerate(self._shards):
-            copy = _bits(shard.flat).copy()
-            self._check(shard, copy)
-            writer.add_values(i, copy)
-            copies.append(copy)
-        return copies
+    def _copy_all(self, writer: DeltaWriter) -> bytes:
+        baseline = np.empty(self._ranges[-1][1] if self._ranges else 0, np.uint16)
+        for shard, (start, stop) in zip(self._shards, self._ranges, strict=True):
+            copy = baseline[start:stop]
+            copy[:] = _bits(shard.flat)
+            at = first_non_finite(copy)
+            if at is not None:
+                raise _refusal(shard, at, copy)
+            for begin, end in blocks(len(copy)):
+                writer.add_values(copy[begin:end])
+        self._baseline = baseline
+        return shard_digests([baseline[start:stop] for start, stop in self._ranges])
 
-    def _write_changes(self, writer: DeltaWriter) -> int:
+    def _write_changes(self, writer: DeltaWriter) -> tuple[int, bytes]:
         if self._baseline is None:
             raise ValueError("anchor: false on the first encode, expected true: there is nothing to differ from")
         changed = 0
-        moves: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]] = []
-        for i, (shard, base) in enumerate(zip(self._shards, self._baseline, strict=True)):
-            new = _bits(shard.flat)
-            positions = changed_positions(base, new)
-            if not len(positions):
-                continue
-            changed += len(positions)
-            values = new[positions]
-            self._check(shard, values, positions)
-            writer.add(i, base, new, positions=positions)
-            if len(positions) > DENSE_SHARE * len(new):
-                moves.append((base, None, new))
-            else:
-                moves.append((base, positions.astype(np.uint32), values))
-        for base, at, values in moves:
-            if at is None:
-                base[:] = values
-            else:
-                base[at] = values
-        return changed
+        checksums = []
+        for shard, (start, stop) in zip(self._shards, self._ranges, strict=True):
+            base, new = self._baseline[start:stop], _bits(shard.flat)
+            digest = xxhash.xxh3_128()
+            for begin, end in blocks(len(new)):
+                try:
+                    changed += writer.add(base[begin:end], new[begin:end])
+                except NonFiniteBits as error:
+                    # What was written so far is also the way back.
+                    read_delta(writer.finish(), ranges=self._ranges).revert(self._baseline)
+                    raise _refusal(shard, begin + error.index, new) from None
+                digest.update(base[begin:end].data)  # here it is still in the core's cache
+            checksums.append(digest.digest())
+        return changed, b"".join(checksums)
 
-    def _check(self, shard: Shard, bits: np.ndarray, positions: np.ndarray | None = None) -> None:
-        at = first_non_finite(bits)
-        if at is not None:
-            value = float((bits[at : at + 1].astype(np.uint32) << 16).view(np.float32)[0])
-            index = shard.start + (at if positions is None else int(positions[at]))
-            raise NonFiniteWeights(f"{shard.name}[{index}]: {value}, expected a finite weight; nothing was published")
+
+def _refusal(shard: Shard, at: int, bits: np.ndarray) -> NonFiniteWeights:
+    value = float((bits[at : at + 1].astype(np.uint32) << 16).view(np.float32)[0])
+    return NonFiniteWeights(
+        f"{shard.name}[{shard.start + at}]: {value}, expected a finite weight; nothing was published"
+    )
 
 
 def _bits(flat: torch.Tensor) -> np.ndarray:

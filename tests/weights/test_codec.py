@@ -1,15 +1,24 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
+import msgpack
 import numpy as np
 import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lachesis_transport.weights import kernels
 from lachesis_transport.weights.codec import (
+    BLOCK,
+    DENSE,
+    SPARSE,
+    SPARSE_8,
     CodecError,
     DeltaWriter,
-    changed_positions,
+    NonFiniteBits,
+    blocks,
     first_non_finite,
     read_delta,
 )
@@ -17,20 +26,28 @@ from lachesis_transport.weights.codec import (
 SPECIAL = np.array([0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81, 0x0001, 0x8001, 0xFFFF, 0x3F80], np.uint16)
 
 
+def ranges(tensors: list[np.ndarray]) -> list[tuple[int, int]]:
+    return list(pairwise(np.cumsum([0, *(len(t) for t in tensors)]).tolist()))
+
+
 def encode(base: list[np.ndarray], new: list[np.ndarray]) -> bytes:
-    writer = DeltaWriter(tensors=len(base))
-    for i, (b, n) in enumerate(zip(base, new, strict=True)):
-        writer.add(i, b, n, positions=changed_positions(b, n))
+    writer = DeltaWriter(blocks=sum(1 for b in base for _ in blocks(len(b))))
+    for b, n in zip(base, new, strict=True):
+        copy = b.copy()
+        moved = sum(writer.add(copy[start:stop], n[start:stop]) for start, stop in blocks(len(b)))
+        assert moved == np.count_nonzero(b != n)
+        np.testing.assert_array_equal(copy, n)
     return writer.finish()
 
 
 def round_trip(base: list[np.ndarray], new: list[np.ndarray]) -> bytes:
     payload = encode(base, new)
-    target = [b.copy() for b in base]
-    patch = read_delta(payload, sizes=[len(b) for b in base])
+    target = np.concatenate(base)
+    patch = read_delta(payload, ranges=ranges(base))
     patch.apply(target)
-    for t, n in zip(target, new, strict=True):
-        np.testing.assert_array_equal(t, n)
+    np.testing.assert_array_equal(target, np.concatenate(new))
+    patch.revert(target)
+    np.testing.assert_array_equal(target, np.concatenate(base))
     return payload
 
 
@@ -58,13 +75,16 @@ def test_tensors_of_mixed_densities_and_all_special_values() -> None:
     new = [changed(base[0], 0.02, rng), rng.permutation(base[1]), weights(50_000, rng), base[3].copy(), base[4].copy()]
     new[4][399_999] ^= 0x8000
     round_trip(base, new)
-    writer = DeltaWriter(tensors=5)
-    for i, n in enumerate(new):
-        writer.add_values(i, n)
-    target = [np.zeros_like(b) for b in base]
-    read_delta(writer.finish(), sizes=[len(b) for b in base]).apply(target)
-    for t, n in zip(target, new, strict=True):
-        np.testing.assert_array_equal(t, n)
+    writer = DeltaWriter(blocks=sum(1 for n in new for _ in blocks(len(n))))
+    for n in new:
+        for start, stop in blocks(len(n)):
+            writer.add_values(n[start:stop])
+    target = np.zeros(sum(len(n) for n in new), np.uint16)
+    patch = read_delta(writer.finish(), ranges=ranges(new))
+    patch.apply(target)
+    np.testing.assert_array_equal(target, np.concatenate(new))
+    with pytest.raises(ValueError, match="8 blocks, expected none in what is reverted"):
+        patch.revert(target)
 
 
 @settings(max_examples=200, deadline=None)
@@ -72,7 +92,7 @@ def test_tensors_of_mixed_densities_and_all_special_values() -> None:
 def test_any_bits_survive(data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
-    base, new = [], []
+    base, new = [np.empty(0, np.uint16)], [np.empty(0, np.uint16)]
     for n in data.draw(st.lists(st.integers(0, 700), max_size=5)):
         base.append(rng.integers(0, 1 << 16, n, dtype=np.uint16))
         share = data.draw(st.sampled_from([0.0, 0.005, 0.1, 0.5, 1.0]))
@@ -80,15 +100,42 @@ def test_any_bits_survive(data: st.DataObject) -> None:
     round_trip(base, new)
 
 
-def test_changed_positions_of_unaligned_views() -> None:
+def test_changes_of_unaligned_views_and_of_any_length() -> None:
     rng = np.random.default_rng(3)
-    buffer = weights(10_001, rng)
-    base = buffer[1:]
-    new = base.copy()
-    new[[0, 5, 9_999]] += 1
-    assert changed_positions(base, new).tolist() == [0, 5, 9_999]
-    with pytest.raises(ValueError, match="9999 elements, expected 10000"):
-        changed_positions(base, new[1:])
+    at = np.empty(1_000, np.uint32)
+    for length in (*range(1, 70), 127, 128, 129, 900):
+        base = weights(length + 1, rng)[1:]
+        for share in (0.0, 0.1, 1.0):
+            new = np.where(rng.random(length) < share, base ^ 1, base)
+            found = kernels.find_changes(base, new, at)
+            assert at[:found].tolist() == np.flatnonzero(base != new).tolist()
+
+
+def test_the_writer_takes_its_blocks_and_no_others() -> None:
+    ones = np.ones(4, np.uint16)
+    writer = DeltaWriter(blocks=1)
+    with pytest.raises(ValueError, match="4 and 3 elements, expected the same, from 1 to 131072"):
+        writer.add(ones, ones[1:])
+    with pytest.raises(ValueError, match="131073 elements, expected 1 to 131072"):
+        writer.add_values(np.zeros(BLOCK + 1, np.uint16))
+    assert writer.add(np.zeros(4, np.uint16), ones) == 4
+    with pytest.raises(ValueError, match="one more than the 1 announced"):
+        writer.add_values(ones)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 1.0])
+def test_what_is_not_finite_is_refused_before_the_base_changes(share: float) -> None:
+    rng = np.random.default_rng(8)
+    base = weights(10_000, rng)
+    new = changed(base, share, rng)
+    new[[7_000, 8_000]] = 0x7F80, 0xFFC1
+    writer = DeltaWriter(blocks=2, finite=True)
+    kept = base.copy()
+    with pytest.raises(NonFiniteBits) as refused:
+        writer.add(base, new)
+    assert refused.value.index == 7_000
+    np.testing.assert_array_equal(base, kept)
+    assert writer.add(base, changed(kept, 0.01, rng)) > 0
 
 
 def test_first_non_finite() -> None:
@@ -106,7 +153,7 @@ def test_size_is_near_the_entropy_floor(share: float) -> None:
     base = weights(4_000_000, rng)
     new = changed(base, share, rng)
     payload = round_trip([base], [new])
-    at = changed_positions(base, new)
+    at = np.flatnonzero(base != new)
     p = len(at) / len(base)
     counts = np.unique((new - base)[at], return_counts=True)[1] / len(at)
     bits = len(base) * (-p * np.log2(p) - (1 - p) * np.log2(1 - p)) - len(at) * (counts * np.log2(counts)).sum()
@@ -118,21 +165,21 @@ def test_malformed_payloads_are_refused() -> None:
     base = [weights(5_000, rng), weights(1_000, rng)]
     new = [changed(base[0], 0.05, rng), changed(base[1], 0.6, rng)]
     payload = encode(base, new)
-    with pytest.raises(CodecError, match="2 tensors, expected 3"):
-        read_delta(payload, sizes=[5_000, 1_000, 1])
+    with pytest.raises(CodecError, match="2 blocks, expected 3"):
+        read_delta(payload, ranges=[(0, 5_000), (5_000, 6_000), (6_000, 6_001)])
     with pytest.raises(CodecError):
-        read_delta(payload, sizes=[1_000, 1_000])
+        read_delta(payload, ranges=[(0, 1_000), (1_000, 2_000)])
     for cut in (0, 3, 4, 20, len(payload) - 1):
         with pytest.raises(CodecError):
-            read_delta(payload[:cut], sizes=[5_000, 1_000])
+            read_delta(payload[:cut], ranges=[(0, 5_000), (5_000, 6_000)])
     with pytest.raises(CodecError, match="bytes too many"):
-        read_delta(payload + b"x", sizes=[5_000, 1_000])
+        read_delta(payload + b"x", ranges=[(0, 5_000), (5_000, 6_000)])
     survived = 0
     for _ in range(2_000):
         broken = bytearray(payload)
         broken[rng.integers(len(broken))] ^= 1 << rng.integers(8)
         try:
-            read_delta(bytes(broken), sizes=[5_000, 1_000])
+            read_delta(bytes(broken), ranges=[(0, 5_000), (5_000, 6_000)])
             survived += 1
         except CodecError:
             pass
@@ -146,4 +193,67 @@ def test_a_stream_cannot_claim_more_than_the_tensor_needs() -> None:
     payload = encode(base, [changed(base[0], 0.05, rng)])
     header_size = int.from_bytes(payload[:4], "little")
     with pytest.raises(CodecError):
-        read_delta(payload[: 4 + header_size] + bomb, sizes=[1_000])
+        read_delta(payload[: 4 + header_size] + bomb, ranges=[(0, 1_000)])
+
+
+def test_hostile_streams_never_write_outside() -> None:
+    """Sound zstd frames with any content: refused, or applied inside the ranges alone."""
+    rng = np.random.default_rng(7)
+    base = [weights(5_000, rng), weights(1_000, rng), weights(20_000, rng)]
+    new = [changed(base[0], 0.05, rng), rng.permutation(base[1]), base[2].copy()]
+    new[2][[100, 12_000]] += 1
+    payload = encode(base, new)
+    size = int.from_bytes(payload[:4], "little")
+    header = msgpack.unpackb(payload[4 : 4 + size])
+    assert sorted(s["mode"] for s in header["sections"]) == [SPARSE, SPARSE_8, DENSE]
+    streams, rest = [], payload[4 + size :]
+    for length in (n for s in header["sections"] for n in s["packed"]):
+        streams.append(np.frombuffer(zstandard.decompress(rest[:length]), np.uint8).copy())
+        rest = rest[length:]
+    guarded = [(100, 5_100), (5_200, 6_200), (6_300, 26_300)]
+    outcomes = {"refused": 0, "applied": 0}
+    for _ in range(3_000):
+        broken = [s.copy() for s in streams]
+        modes = bytearray(header["modes"])
+        counts = [s["count"] for s in header["sections"]]
+        kind = rng.integers(6)
+        which = broken[rng.integers(len(broken))]
+        if kind == 0 and len(which):
+            which[rng.integers(len(which), size=rng.integers(1, 4))] = rng.choice([0, 1, 15, 240, 254, 255])
+        elif kind == 1:
+            which[:] = rng.integers(256, size=len(which))
+        elif kind == 2:
+            i = rng.integers(len(broken))
+            broken[i] = broken[i][: rng.integers(len(broken[i]) + 1)]
+        elif kind == 3:
+            i = rng.integers(len(broken))
+            broken[i] = np.concatenate([broken[i], rng.integers(256, size=rng.integers(1, 9)).astype(np.uint8)])
+        elif kind == 4:
+            rng.shuffle(modes)
+        else:
+            counts[rng.integers(3)] += rng.integers(-2, 3)
+        packed = iter([zstandard.compress(s.data) for s in broken])
+        raw = iter([len(s) for s in broken])
+        body, sections = [], []
+        for section, count in zip(header["sections"], counts, strict=True):
+            mine = [next(packed) for _ in section["raw"]]
+            lengths = [next(raw) for _ in mine]
+            sections.append(section | {"count": int(count), "raw": lengths, "packed": [len(p) for p in mine]})
+            body += mine
+        top = msgpack.packb(header | {"modes": bytes(modes), "sections": sections})
+        target = np.full(26_400, 0x1234, np.uint16)
+        for (start, stop), tensor in zip(guarded, base, strict=True):
+            target[start:stop] = tensor
+        before = target.copy()
+        try:
+            patch = read_delta(b"".join([len(top).to_bytes(4, "little"), top, *body]), ranges=guarded)
+        except CodecError:
+            outcomes["refused"] += 1
+            continue
+        patch.apply(target)
+        for start, stop in [(0, 100), (5_100, 5_200), (6_200, 6_300), (26_300, 26_400)]:
+            assert (target[start:stop] == 0x1234).all()
+        patch.revert(target)
+        np.testing.assert_array_equal(target, before)
+        outcomes["applied"] += 1
+    assert min(outcomes.values()) > 100, outcomes

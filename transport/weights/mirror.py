@@ -80,12 +80,12 @@ class Mirror:
         patches = []
         start = 0
         for rank, size in enumerate(sizes):
-            parts = [self.bits[a:b] for a, b in self.layout.ranges(rank=rank, ranks=len(sizes))]
-            patches.append((read_delta(view[start : start + size], sizes=[len(p) for p in parts]), parts))
+            ranges = self.layout.ranges(rank=rank, ranks=len(sizes))
+            patches.append(read_delta(view[start : start + size], ranges=ranges))
             start += size
-        for patch, parts in patches:
-            patch.apply(parts)
-        return sum(patch.changed for patch, _ in patches)
+        for patch in patches:
+            patch.apply(self.bits)
+        return sum(patch.changed for patch in patches)
 
 
 def _tied(folder: Path) -> set[str]:

@@ -1,0 +1,289 @@
+"""The codec's inner loops, compiled: arrays in, arrays out, no memory of their own, none of Python's lock held.
+
+They trust their arguments: callers give outputs of the sizes that each docstring names, and what comes from a payload
+is checked by `read_delta` first. numba compiles them when this module is first imported (about 2 s) and keeps the
+result in $NUMBA_CACHE_DIR, beside this file or in the user's cache folder, so that later processes start with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+ESCAPE = 255
+"""The byte that says: more follows."""
+
+NIBBLE_ESCAPE = 15
+"""The nibble that says so."""
+
+LANES = 64
+"""Elements that are compared at a time."""
+
+
+BYTES, BITS, INDICES = (types.Array(kind, 1, "C") for kind in (types.uint8, types.uint16, types.uint32))
+IN_BYTES, IN_BITS, IN_INDICES, IN_BOUNDS = (
+    types.Array(kind, 1, "C", readonly=True) for kind in (types.uint8, types.uint16, types.uint32, types.int64)
+)
+PAIR = types.UniTuple(types.int64, 2)
+
+
+def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def compile_it(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            return njit(signature, nogil=True, cache=True)(kernel)
+        except RuntimeError:  # no folder can be written: compile for this process alone
+            return njit(signature, nogil=True)(kernel)
+
+    return compile_it
+
+
+@intrinsic
+def _differing(typing_context: Any, base: Any, new: Any, start: Any) -> Any:
+    """Bit i of the uint64: base[start + i] != new[start + i], for i below LANES."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(16), LANES)
+        loaded = []
+        for kind, array in zip(signature.args[:2], arguments[:2], strict=True):
+            data = context.make_array(kind)(context, builder, array).data
+            pointer = cgutils.pointer_add(builder, data, builder.mul(arguments[2], ir.Constant(ir.IntType(64), 2)))
+            loaded.append(builder.load(builder.bitcast(pointer, vector.as_pointer()), align=2))
+        return builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(64))
+
+    return types.uint64(base, new, types.int64), generate
+
+
+@intrinsic
+def _lowest(typing_context: Any, mask: Any) -> Any:
+    """Index of the lowest set bit of a uint64; 64 for none."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def _count(typing_context: Any, mask: Any) -> Any:
+    """Set bits of a uint64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), generate
+
+
+@njit(inline="always")
+def _zigzag(old, new):  # type: ignore[no-untyped-def]
+    """0, -1, 1, -2, ... become 0, 1, 2, 3, ...; differences are modulo 2^16."""
+    difference = np.int64(np.int16(np.uint16(new - old)))
+    return np.uint16((difference << 1) ^ (difference >> 15))
+
+
+@njit(inline="always")
+def _unzigzag(code):  # type: ignore[no-untyped-def]
+    return (code >> 1) ^ -(code & 1)
+
+
+@_compiled(types.int64(IN_BITS, IN_BITS, INDICES))
+def find_changes(base, new, at):  # type: ignore[no-untyped-def]
+    """Write the ascending indices at which two arrays of one length differ to `at` (length + LANES); their number."""
+    found = np.int64(0)
+    whole = len(base) // LANES * LANES
+    for start in range(0, whole, LANES):
+        mask = _differing(base, new, start)
+        if mask == 0:
+            continue
+        here = _count(mask)
+        # Four without asking whether there are so many: cheaper than a branch that goes either way. What is too much
+        # is overwritten by the next.
+        for i in range(4):
+            at[found + i] = start + _lowest(mask)
+            mask &= mask - np.uint64(1)
+        i = 4
+        while i < here:
+            at[found + i] = start + _lowest(mask)
+            mask &= mask - np.uint64(1)
+            i += 1
+        found += here
+    for i in range(whole, len(base)):
+        if base[i] != new[i]:
+            at[found] = i
+            found += 1
+    return found
+
+
+@_compiled(types.int64(IN_BITS, IN_BITS, IN_INDICES, BITS))
+def zigzag_at(base, new, at, codes):  # type: ignore[no-untyped-def]
+    """codes[i]: zigzag of new - base (mod 2^16) at at[i]. The first i where new is NaN or infinite, or -1."""
+    bad = np.int64(-1)
+    for i in range(len(at) - 1, -1, -1):
+        bits = new[at[i]]
+        codes[i] = _zigzag(base[at[i]], bits)
+        if bits & 0x7F80 == 0x7F80:
+            bad = i
+    return bad
+
+
+@_compiled(types.int64(IN_BITS, IN_BITS, BITS))
+def zigzag_all(base, new, codes):  # type: ignore[no-untyped-def]
+    """codes[i]: zigzag of new[i] - base[i] (mod 2^16). The first i where new is NaN or infinite, or -1."""
+    bad = 0
+    for i in range(len(base)):
+        codes[i] = _zigzag(base[i], new[i])
+        bad += (new[i] & 0x7F80) == 0x7F80
+    if bad:
+        for i in range(len(base)):
+            if new[i] & 0x7F80 == 0x7F80:
+                return i
+    return -1
+
+
+@_compiled(types.void(BITS, IN_BITS, IN_INDICES))
+def copy_at(base, new, at):  # type: ignore[no-untyped-def]
+    """base[at] = new[at]."""
+    for i in range(len(at)):
+        base[at[i]] = new[at[i]]
+
+
+@_compiled(types.int64(IN_INDICES, types.int64, types.int64, BYTES, BYTES))
+def write_gaps(at, last, shift, low, gaps):  # type: ignore[no-untyped-def]
+    """Gaps between ascending positions, of which the one before at[0] is `last`; bytes written to `gaps`.
+
+    The lowest `shift` (0 or 8) bits of gap i go to low[i]; the rest is written as bytes, of which 255 adds 255 and goes
+    on and anything less ends the gap: `gaps` needs len(at) + (at[-1] - last) // (255 << shift) bytes.
+    """
+    written = np.int64(0)
+    for i in range(len(at)):
+        gap = np.int64(at[i]) - last - 1
+        last = np.int64(at[i])
+        if shift:
+            low[i] = gap & 255
+            gap >>= 8
+        while gap >= ESCAPE:
+            gaps[written] = ESCAPE
+            written += 1
+            gap -= ESCAPE
+        gaps[written] = gap
+        written += 1
+    return written
+
+
+@_compiled(PAIR(IN_BITS, BYTES, BYTES, BITS))
+def write_codes(codes, nibbles, middle, words):  # type: ignore[no-untyped-def]
+    """Codes below 15 to nibbles (one a byte); 15 there and code - 15, if below 255, to middle; 255 there and the code.
+
+    Returns the numbers of bytes in middle and of codes in words; all three outputs need len(codes) elements.
+    """
+    in_middle = np.int64(0)
+    in_words = np.int64(0)
+    for i in range(len(codes)):
+        code = codes[i]
+        if code < NIBBLE_ESCAPE:
+            nibbles[i] = code
+        else:
+            nibbles[i] = NIBBLE_ESCAPE
+            rest = np.int64(code) - NIBBLE_ESCAPE
+            middle[in_middle] = min(rest, ESCAPE)
+            in_middle += 1
+            if rest >= ESCAPE:
+                words[in_words] = code
+                in_words += 1
+    return in_middle, in_words
+
+
+@_compiled(types.void(IN_BYTES, BYTES))
+def pack_nibbles(nibbles, packed):  # type: ignore[no-untyped-def]
+    """Two nibbles a byte, the first in the low bits; `packed` needs (len(nibbles) + 1) // 2 bytes."""
+    pairs = len(nibbles) // 2
+    for i in range(pairs):
+        packed[i] = nibbles[2 * i] | (nibbles[2 * i + 1] << 4)
+    if len(nibbles) % 2:
+        packed[pairs] = nibbles[2 * pairs]
+
+
+@_compiled(PAIR(IN_BYTES))
+def sum_gaps(gaps):  # type: ignore[no-untyped-def]
+    """How many bytes of `gaps` end a gap, and the sum of all bytes."""
+    ends = np.int64(0)
+    total = np.int64(0)
+    for i in range(len(gaps)):
+        ends += gaps[i] != ESCAPE
+        total += gaps[i]
+    return ends, total
+
+
+@_compiled(types.int64(IN_BYTES, types.int64))
+def count_escapes(packed, count):  # type: ignore[no-untyped-def]
+    """How many of the first `count` nibbles of `packed` are 15."""
+    found = np.int64(0)
+    for i in range(count // 2):
+        found += (packed[i] & 15) == NIBBLE_ESCAPE
+        found += packed[i] >= NIBBLE_ESCAPE << 4
+    if count % 2:
+        found += (packed[count // 2] & 15) == NIBBLE_ESCAPE
+    return found
+
+
+@_compiled(
+    types.void(BITS, IN_BOUNDS, IN_BOUNDS, types.int64, *[IN_BYTES] * 2, types.int64, *[IN_BYTES] * 4, types.int64)
+)
+def add_sparse(target, starts, stops, shift, low, gaps, count, packed, middle, words_low, words_high, sign):  # type: ignore[no-untyped-def]
+    """Add `sign` times each of `count` differences to `target` at positions in its ranges [start, stop) end to end.
+
+    Inputs as the writing kernels made them, checked: `count` gaps that end within the ranges, and all codes there.
+    """
+    byte = np.int64(0)
+    in_middle = np.int64(0)
+    in_words = np.int64(0)
+    position = np.int64(-1)
+    block = np.int64(-1)
+    begin = end = offset = np.int64(0)
+    for i in range(count):
+        gap = np.int64(0)
+        while gaps[byte] == ESCAPE:
+            gap += ESCAPE
+            byte += 1
+        gap += gaps[byte]
+        byte += 1
+        if shift:
+            gap = gap << 8 | low[i]
+        position += gap + 1
+        while position >= end:
+            block += 1
+            begin = end
+            end += stops[block] - starts[block]
+            offset = starts[block] - begin
+        code = np.int64(packed[i >> 1] >> ((i & 1) << 2)) & 15
+        if code == NIBBLE_ESCAPE:
+            code += middle[in_middle]
+            in_middle += 1
+            if code == NIBBLE_ESCAPE + ESCAPE:
+                code = np.int64(words_low[in_words]) | np.int64(words_high[in_words]) << 8
+                in_words += 1
+        target[position + offset] += np.uint16(sign * _unzigzag(code))
+
+
+@_compiled(types.void(BITS, IN_BOUNDS, IN_BOUNDS, *[IN_BYTES] * 4, types.int64))
+def add_dense(target, starts, stops, packed, middle, words_low, words_high, sign):  # type: ignore[no-untyped-def]
+    """Add `sign` times the differences of all elements of the ranges [start, stop) of `target`."""
+    at = np.int64(0)
+    in_middle = np.int64(0)
+    in_words = np.int64(0)
+    for block in range(len(starts)):
+        for i in range(starts[block], stops[block]):
+            code = np.int64(packed[at >> 1] >> ((at & 1) << 2)) & 15
+            at += 1
+            if code == NIBBLE_ESCAPE:
+                code += middle[in_middle]
+                in_middle += 1
+                if code == NIBBLE_ESCAPE + ESCAPE:
+                    code = np.int64(words_low[in_words]) | np.int64(words_high[in_words]) << 8
+                    in_words += 1
+            target[i] += np.uint16(sign * _unzigzag(code))
