@@ -50,7 +50,7 @@ class Amount:
 
 
 AMOUNT: dict[Length, Amount] = {
-    "short": Amount(kills=6, freezes=1, actors=2, batches=(8, 24), frames=5_000, quiet_seconds=1.0),
+    "short": Amount(kills=6, freezes=1, actors=2, batches=(14, 34), frames=5_000, quiet_seconds=1.0),
     "normal": Amount(kills=30, freezes=3, actors=3, batches=(20, 60), frames=50_000, quiet_seconds=5.0),
     "long": Amount(kills=45, freezes=8, actors=3, batches=(30, 90), frames=1_000_000, quiet_seconds=20.0),
 }
