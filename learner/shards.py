@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import xxhash
 
+from lachesis_learner.device_baseline import Bits, DeviceBaseline, WholeBits
 from lachesis_transport.messages import MessageError, pack, take, unpack
 from lachesis_transport.weights.checksum import DIGEST_BYTES, shard_digests
 from lachesis_transport.weights.codec import DeltaWriter, NonFiniteBits, blocks, first_non_finite, read_delta
@@ -93,14 +94,17 @@ class ShardBlob:
 class ShardEncoder:
     """Encodes a rank's shard of the bf16 weights against its own last published shard, of which it keeps a host copy.
 
+    Weights on a GPU are compared there, with a second copy that stays there.
+
     Args:
         shards: this rank's part of every tensor, also where that part is empty; every rank names the same tensors.
         rank, ranks: this learner rank and their number.
+        on_device: compare weights on the device where they are; None: those that are not on the host.
 
     Raises ValueError when a part is not bf16 or not where its rank's part lies.
     """
 
-    def __init__(self, shards: Sequence[Shard], *, rank: int, ranks: int) -> None:
+    def __init__(self, shards: Sequence[Shard], *, rank: int, ranks: int, on_device: bool | None = None) -> None:
         self.layout = Layout.of((s.name, s.numel) for s in shards)
         """Names and sizes of the whole tensors, sorted by name: the same on every rank."""
         self._rank, self._ranks = rank, ranks
@@ -112,7 +116,9 @@ class ShardEncoder:
                     f"{shard.name}: {shard.flat.dtype}{list(shard.flat.shape)} from {shard.start}, "
                     f"expected torch.bfloat16[{stop - start}] from {start} on rank {rank} of {ranks}"
                 )
+        self._on_device = [s.flat.device.type != "cpu" if on_device is None else on_device for s in self._shards]
         self._baseline: np.ndarray | None = None
+        self._device_baselines: list[DeviceBaseline | None] = []
         ends = np.cumsum([0, *(len(s.flat) for s in self._shards)], dtype=np.int64).tolist()
         self._ranges = list(pairwise(ends))
 
@@ -125,7 +131,7 @@ class ShardEncoder:
         total = sum(len(s.flat) for s in self._shards)
         if bits.dtype != np.uint16 or bits.shape != (total,):
             raise ValueError(f"bits: {bits.dtype}{list(bits.shape)}, expected uint16[{total}]")
-        self._baseline = bits.copy()
+        self._begin_from(bits.copy())
 
     def encode(self, *, anchor: bool = False) -> ShardBlob:
         """Encode what changed since the last call and make it the new baseline. Blocking; CPU-bound.
@@ -156,10 +162,10 @@ class ShardEncoder:
             copy[:] = _bits(shard.flat)
             at = first_non_finite(copy)
             if at is not None:
-                raise _refusal(shard, at, copy)
+                raise _refusal(shard, at, copy[at])
             for begin, end in blocks(len(copy)):
                 writer.add_values(copy[begin:end])
-        self._baseline = baseline
+        self._begin_from(baseline)
         return shard_digests([baseline[start:stop] for start, stop in self._ranges])
 
     def _write_changes(self, writer: DeltaWriter) -> tuple[int, bytes]:
@@ -167,23 +173,36 @@ class ShardEncoder:
             raise ValueError("anchor: false on the first encode, expected true: there is nothing to differ from")
         changed = 0
         checksums = []
-        for shard, (start, stop) in zip(self._shards, self._ranges, strict=True):
-            base, new = self._baseline[start:stop], _bits(shard.flat)
+        for shard, device, (start, stop) in zip(self._shards, self._device_baselines, self._ranges, strict=True):
+            baseline = self._baseline[start:stop]
+            bits: Bits = WholeBits(_bits(shard.flat)) if device is None else device.changes()
             digest = xxhash.xxh3_128()
-            for begin, end in blocks(len(new)):
+            for begin, end in blocks(len(baseline)):
+                base = baseline[begin:end]
+                new = bits.block(base, begin)
                 try:
-                    changed += writer.add(base[begin:end], new[begin:end])
+                    changed += writer.add(base, new)
                 except NonFiniteBits as error:
                     # What was written so far is also the way back.
                     read_delta(writer.finish(), ranges=self._ranges).revert(self._baseline)
-                    raise _refusal(shard, begin + error.index, new) from None
-                digest.update(base[begin:end].data)  # here it is still in the core's cache
+                    raise _refusal(shard, begin + error.index, new[error.index]) from None
+                digest.update(base.data)  # here it is still in the core's cache
             checksums.append(digest.digest())
+        for device in self._device_baselines:
+            if device is not None:
+                device.follow()
         return changed, b"".join(checksums)
 
+    def _begin_from(self, baseline: np.ndarray) -> None:
+        self._baseline = baseline
+        self._device_baselines = [
+            DeviceBaseline(shard.flat, baseline[start:stop]) if on_device else None
+            for shard, on_device, (start, stop) in zip(self._shards, self._on_device, self._ranges, strict=True)
+        ]
 
-def _refusal(shard: Shard, at: int, bits: np.ndarray) -> NonFiniteWeights:
-    value = float((bits[at : at + 1].astype(np.uint32) << 16).view(np.float32)[0])
+
+def _refusal(shard: Shard, at: int, bits: np.uint16) -> NonFiniteWeights:
+    value = float(np.array(np.uint32(bits) << 16, np.uint32).view(np.float32))
     return NonFiniteWeights(
         f"{shard.name}[{shard.start + at}]: {value}, expected a finite weight; nothing was published"
     )
