@@ -244,7 +244,7 @@ def test_an_actor_that_floods_the_queue_starves_none_that_is_current(speed):
     """With each batch places come free; of the actors at the newest version, the one with the fewest open tickets gets
     them."""
     transfer = {"a": TRANSFER, "b": TRANSFER / 2}
-    run = Simulation(rules(2), fleet(400, "a") + fleet(4, "b"), speed, transfer=transfer).run(100)
+    run = Simulation(rules(2), fleet(100, "a") + fleet(4, "b"), speed, transfer=transfer).run(100)
     waits = [seconds for actor, seconds in run.ticket_waits if actor == "b"]
     assert max(waits) <= max(run.waits) + run.learner_seconds + TRANSFER + TICK
     assert len(waits) > 150
