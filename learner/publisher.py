@@ -174,6 +174,11 @@ class Publisher:
                     f"blobs[{rank}]: of rank {part.rank} of {part.ranks}, expected rank {rank} of {len(parts)}"
                 )
         anchor = parts[0].anchor
+        if self._channel == "collective" and self._store is None:
+            # Before the version is known: a member that hears of it without an invitation streams it, and the group
+            # would wait for that member in vain.
+            seconds = COLLECTIVE_SHARE * self._deadline_seconds
+            self._store = await trio.to_thread.run_sync(lambda: open_store(seconds=seconds))
         entry = entry_of(
             version=version,
             parent=None if anchor else parent,
@@ -235,8 +240,6 @@ class Publisher:
             self._group = None
         try:
             with trio.fail_after(seconds):
-                if self._store is None:
-                    self._store = await trio.to_thread.run_sync(lambda: open_store(seconds=seconds))
                 for token in tuple(self._peers):
                     self._announce(token, entry, composition=composition)
                 began = trio.current_time()
