@@ -252,6 +252,7 @@ async def _run(config: Config, folder: Path, name: str, index: int) -> None:
                     log_path=folder / "logs" / f"{name}-vllm.log",
                     seed=engine_seed(config, index),
                     gpus=gpus,
+                    kv=config.activation.kv,
                 ) as engine:
                     # Inside of the engine's block: when vLLM dies, that is the cause, not the connections it breaks.
                     async with trio.open_nursery() as users:

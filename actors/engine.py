@@ -30,6 +30,7 @@ import trio
 from lachesis_actors.child import Child, open_child
 from lachesis_configs.cores import parse_cores, usable_cores
 from lachesis_configs.schema import Engine as EngineConfig
+from lachesis_configs.schema import KeyValues
 from lachesis_transport.messages import SENTINEL_LOGPROB, UNSAMPLED
 
 logger = logging.getLogger("lachesis.engine")
@@ -44,6 +45,7 @@ OWN_ARGUMENTS = (
     "logprobs-mode",
     "weight-transfer-config",
     "enable-scale-out",
+    "scheduler-cls",
     "uds",
     "api-key",
 )
@@ -101,8 +103,13 @@ def on_cpu() -> bool:
     return True
 
 
-def engine_command(config: EngineConfig, *, model_path: Path, port: int, seed: int, cpu: bool) -> list[str]:
-    """The command line of the vLLM server. Raises ValueError when `arguments` names one of OWN_ARGUMENTS."""
+def engine_command(
+    config: EngineConfig, *, model_path: Path, port: int, seed: int, cpu: bool, kv: KeyValues = "recompute"
+) -> list[str]:
+    """The command line of the vLLM server. Raises ValueError when `arguments` names one of OWN_ARGUMENTS.
+
+    `kv` says what an activation does with the keys and values of running requests (activation.kv).
+    """
     arguments: dict[str, str | int | float | bool] = {
         "model": str(model_path),
         "host": "127.0.0.1",
@@ -125,6 +132,9 @@ def engine_command(config: EngineConfig, *, model_path: Path, port: int, seed: i
         arguments["block-size"] = 32
     else:
         arguments["kv-cache-memory-bytes"] = int(config.kv_cache_gib * (1 << 30))
+    if kv == "keep":
+        scheduler = "SaltedScheduler" if cpu else "SaltedAsyncScheduler"
+        arguments["scheduler-cls"] = f"lachesis_actors.scheduler.{scheduler}"
     for name, value in config.arguments.items():
         if name in OWN_ARGUMENTS:
             raise ValueError(
@@ -336,6 +346,7 @@ async def open_engine(
     log_path: Path,
     seed: int,
     gpus: Sequence[int] | None = None,
+    kv: KeyValues = "recompute",
 ) -> AsyncIterator[Engine]:
     """Start vLLM, wait until it serves, and end it with the block.
 
@@ -369,7 +380,7 @@ async def open_engine(
 
     with reserve_port() as holder:
         port = holder.getsockname()[1]
-        command = engine_command(config, model_path=model_path, port=port, seed=seed, cpu=cpu)
+        command = engine_command(config, model_path=model_path, port=port, seed=seed, cpu=cpu, kv=kv)
         cores = usable_cores("actor.engine.cores", config.cores) if config.cores else None
         env = engine_environment(config, inherited=os.environ, gpus=gpus, cpu=cpu)
         logger.info("starting vLLM with %s on 127.0.0.1:%d (log: %s)", model_path, port, log_path)

@@ -1,8 +1,9 @@
 """The actor's side of publication: follows the publisher, stages versions in the engine's workers, activates them.
 
 One version's way: the publisher's news come; all workers *stage* it, that is bring their mirrors to it while generation
-goes on, by the collective they were invited to or else by stream; then the engine *activates* it: pause, copy from the
-mirrors, label, read the label back, resume. Staging comes first: an actor that lags activates only the newest version.
+goes on, by the collective they were invited to or else by stream; they *prepare* it, that is load it beside the
+generation where the model allows; then the engine *activates* it: pause, swap, label, read the label back, resume.
+Staging comes first: an actor that lags activates only the newest version.
 
 Whatever goes wrong while staging (a broken collective, a wrong checksum, a fence, a publisher that came back as another
 process) ends in `heal`: ask the publisher how to get from what the mirrors hold to the newest version, and fetch that.
@@ -70,14 +71,16 @@ async def follow_weights(
     """Keep the engine at the newest published version.
 
     Joins the publisher at weights.address (waits for it, logging), stages each version in the receiver threads of the
-    engine's workers while generation goes on, then activates the newest: pause, update, label, read back, resume.
+    engine's workers while generation goes on, then activates the newest: prepare, pause, update, label, read back,
+    resume.
 
     Args:
         config: the run's.
         actor: this actor's name, the member's name at the publisher.
         engine: started, not yet labelled.
-        report: called as report(kind, **fields): "activation" with version, stage_seconds, pause_seconds, checksum and
-            bytes; "checksum_mismatch" with version; "healed" with version, bytes and reason.
+        report: called as report(kind, **fields): "activation" with version, stage_seconds, prepare_seconds,
+            pause_seconds, checksum and bytes; "checksum_mismatch" with version; "healed" with version, bytes and
+            reason.
         on_active: called with each version once the engine serves it and says so.
 
     Reports started when the engine serves a published version. Runs until cancelled; returns quietly, with the last
@@ -97,7 +100,9 @@ async def follow_weights(
                 keys=load_keys(config),
             )
         )
-        follower = _Follower(link, workers, engine, report=report, on_active=on_active)
+        follower = _Follower(
+            link, workers, engine, report=report, on_active=on_active, keep=config.activation.kv == "keep"
+        )
         await link.join()
         while True:
             try:
@@ -122,12 +127,14 @@ class _Follower:
         *,
         report: Callable[..., None],
         on_active: Callable[[int], None],
+        keep: bool,
     ) -> None:
         self._link = link
         self._workers = workers
         self._engine = engine
         self._report = report
         self._on_active = on_active
+        self._keep = keep
         self._staged: tuple[int, str] | None = None
         self._active: tuple[int, str] | None = None
         self._loaded: str | None = None
@@ -264,11 +271,18 @@ class _Follower:
 
     async def _activate(self, staged: tuple[int, str], *, stage_seconds: float) -> None:
         version, checksum = staged
+        same = self._loaded == checksum
+        preparing = trio.current_time()
+        if not same:
+            answers = await self._workers.command("prepare", version=version)
+            for worker, answer in answers.items():
+                if not answer["ok"]:
+                    raise ActivationFailed(f"version {version}: worker {worker}: {answer['error']}")
         began = trio.current_time()
-        if self._loaded == checksum:
+        if same:
             await self._engine.label(version)
         else:
-            await self._engine.pause(clear_cache=True)
+            await self._engine.pause(clear_cache=not self._keep)
             self._loaded = None
             try:
                 await self._engine.update_weights(version)
@@ -285,6 +299,7 @@ class _Follower:
             "activation",
             version=version,
             stage_seconds=stage_seconds,
+            prepare_seconds=began - preparing,
             pause_seconds=trio.current_time() - began,
             checksum=checksum,
             bytes=self._staging_bytes,

@@ -1,4 +1,4 @@
-"""The receiver thread inside each vLLM worker, and the vLLM plugin that starts it.
+"""The receiver thread inside each vLLM worker.
 
 The thread keeps a checkpoint-format mirror of the weights on the host and brings it to each new version while
 generation goes on. It speaks only with its own actor process, over loopback ZeroMQ, and obeys these commands, one at a
@@ -8,6 +8,7 @@ time; each answer carries the command's id:
 - know {version}: believes the actor that the mirror, whose checksum it has seen, is that version.
 - receive {version, parent, sizes, checksum, group, seconds}: takes a delta from the collective channel and applies it.
 - begin {version, parent, sizes, checksum, shards}, chunk {offset} + frame, ..., commit: the same in pieces.
+- prepare {version}: loads that version from the mirror beside the generation, so that activating it takes no time.
 
 `receive` and `commit` answer the checksum of the result. `begin` without a parent announces an anchor: its chunks are
 the mirror's own bytes and are written straight into it.
@@ -66,10 +67,21 @@ class Receiver:
         address: of the actor's socket, tcp://127.0.0.1:PORT.
         token: the actor's secret: proves that this is its own worker.
         worker: rank of this worker in its engine.
+        prepare: called as prepare(version, mirror), in the thread, to make the activation of a version quick; None
+            where that isn't possible.
     """
 
-    def __init__(self, mirror: Mirror, *, address: str, token: str, worker: int) -> None:
+    def __init__(
+        self,
+        mirror: Mirror,
+        *,
+        address: str,
+        token: str,
+        worker: int,
+        prepare: Callable[[int, Mirror], None] | None = None,
+    ) -> None:
         check_loopback(address)
+        self._to_prepare = prepare
         self.mirror = mirror
         self.version: int | None = None
         self.lock = threading.Lock()
@@ -137,6 +149,7 @@ class Receiver:
             "begin": self._begin,
             "chunk": self._chunk,
             "commit": self._commit,
+            "prepare": self._prepare,
         }
         if op not in commands:
             raise MessageError(f"op: {op!r}, expected one of {', '.join(commands)}")
@@ -196,6 +209,19 @@ class Receiver:
             raise ReceiverRefused("commit: the transfer is not complete")
         return self._stage(transfer)
 
+    def _prepare(self, message: dict[str, Any], _: memoryview | None) -> dict[str, Any]:
+        version = take(message, "version", int)
+        if version != self.version:
+            raise ReceiverRefused(f"version: {version}, but this mirror holds {self.version}")
+        if self._to_prepare is not None:
+            with self.lock:
+                try:
+                    self._to_prepare(version, self.mirror)
+                except Exception as error:
+                    logger.exception("version %d can't be prepared", version)
+                    raise ReceiverRefused(f"prepare: {type(error).__name__}: {error}") from error
+        return {"version": version}
+
     def _open(self, message: dict[str, Any]) -> _Transfer:
         version, parent = take(message, "version", int), take(message, "parent", (int, type(None)))
         sizes, checksum = take(message, "sizes", list), take(message, "checksum", str)
@@ -239,18 +265,15 @@ def _shards(message: dict[str, Any]) -> int:
     return int(shards)
 
 
-def register() -> None:
-    """Entry point of vllm.general_plugins: names this backend to vLLM. Called once in each of its processes."""
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-
-    if "lachesis" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            "lachesis", "lachesis_actors.weight_transfer", "LachesisWeightTransfer"
-        )
-
-
-def open_receiver(folder: Path, *, address: str, token: str, worker: int) -> Receiver:
+def open_receiver(
+    folder: Path,
+    *,
+    address: str,
+    token: str,
+    worker: int,
+    prepare: Callable[[int, Mirror], None] | None = None,
+) -> Receiver:
     """A running receiver for the model in `folder`. Raises ValueError for a folder without weights."""
-    receiver = Receiver(Mirror.load(folder), address=address, token=token, worker=worker)
+    receiver = Receiver(Mirror.load(folder), address=address, token=token, worker=worker, prepare=prepare)
     receiver.start()
     return receiver

@@ -1,4 +1,4 @@
-"""The weight-transfer engine that vLLM's workers load: it copies the staged version from the receiver's mirror."""
+"""The weight-transfer engine that vLLM's workers load: it makes the model serve what the mirror holds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from lachesis_actors.weight_receiver import Receiver, open_receiver
+from lachesis_actors.weight_swap import Twins, load_twins, swap, swappable, tied_heads
+from lachesis_transport.weights.mirror import Mirror
 
 
 @dataclass
@@ -33,10 +34,10 @@ class LachesisUpdateInfo(WeightTransferUpdateInfo):
 
 
 class LachesisWeightTransfer(WeightTransferEngine[LachesisInitInfo, LachesisUpdateInfo]):
-    """Loads the staged version into the model, through vLLM's own loader.
+    """Serves the staged version, through vLLM's own loader, which knows tensor-parallel shards and packed parameters.
 
-    The loader knows tensor-parallel shards, packed and tied parameters; and on a CPU, where vLLM packs linear weights
-    and frees the originals, it is the only way in.
+    On a CPU a version is loaded beside the generation when the actor says `prepare`, and the update swaps it in.
+    Otherwise, or where a model can't be swapped, the update is vLLM's layerwise reload of everything.
     """
 
     init_info_cls = LachesisInitInfo
@@ -44,6 +45,7 @@ class LachesisWeightTransfer(WeightTransferEngine[LachesisInitInfo, LachesisUpda
     supports_draft_weight_update = False
 
     _receiver: Receiver | None = None
+    _prepared: tuple[int, Twins] | None = None
 
     def init_transfer_engine(self, init_info: LachesisInitInfo) -> None:
         """Start the receiver thread (an earlier one ends: its actor is gone)."""
@@ -53,11 +55,11 @@ class LachesisWeightTransfer(WeightTransferEngine[LachesisInitInfo, LachesisUpda
             address=init_info.address,
             token=init_info.token,
             worker=self.parallel_config.rank,
+            prepare=self._prepare if self.device.type == "cpu" and swappable(self.model) else None,
         )
 
     def start_weight_update(self) -> None:
-        """Make the model ready to be loaded again, layer by layer."""
-        initialize_layerwise_reload(self.model)
+        """Nothing: an update is one step here."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """Load the mirror. (The base class ends in a device synchronisation that fails where there is no device.)"""
@@ -66,39 +68,38 @@ class LachesisWeightTransfer(WeightTransferEngine[LachesisInitInfo, LachesisUpda
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: LachesisUpdateInfo) -> None:
-        """Load the mirror. Raises RuntimeError when it does not hold the version that was asked for."""
+        """Serve the staged version. Raises RuntimeError when the mirror does not hold the one that was asked for."""
         receiver = self._receiver
         if receiver is None:
             raise RuntimeError("weights: no receiver, expected init_weight_transfer_engine before an update")
         with receiver.lock:
             if receiver.version != update_info.version:
                 raise RuntimeError(f"version: {update_info.version}, but the mirror holds {receiver.version}")
-            self.model.load_weights(receiver.mirror.tensors())
+            prepared, self._prepared = self._prepared, None
+            if prepared is not None and prepared[0] == update_info.version:
+                swap(prepared[1])
+            else:
+                self._reload(receiver.mirror)
 
     def finish_weight_update(self) -> None:
-        """Pack and place what was loaded."""
+        """Nothing: an update is one step here."""
+
+    def _prepare(self, version: int, mirror: Mirror) -> None:
+        """Called in the receiver's thread, with its lock held."""
+        self._prepared = None  # never three copies of the weights
+        self._prepared = version, load_twins(self.model, mirror.tensors(), self.model_config)
+
+    def _reload(self, mirror: Mirror) -> None:
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(mirror.tensors())
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            _pack_tied_heads(self.model)
+            for head in tied_heads(self.model):
+                head.quant_method.process_weights_after_loading(head)
 
     def shutdown(self) -> None:
         """End the receiver thread."""
         if self._receiver is not None:
             self._receiver.stop()
             self._receiver = None
-
-
-def _pack_tied_heads(model: torch.nn.Module) -> None:
-    """Pack the heads that share an embedding's weight again.
-
-    On a CPU a head multiplies with a packed copy of its weight. A tied head is never loaded itself, so the layerwise
-    reload leaves its copy at the weights that the engine started with.
-    """
-    embeddings = {
-        layer.weight.data_ptr()
-        for layer in model.modules()
-        if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
-    }
-    for layer in model.modules():
-        if isinstance(layer, ParallelLMHead) and layer.weight.data_ptr() in embeddings:
-            layer.quant_method.process_weights_after_loading(layer)
+            self._prepared = None

@@ -344,6 +344,18 @@ class Weights(Section):
     """What a dead or hanging member costs at most, once."""
 
 
+KeyValues = Literal["recompute", "keep"]
+
+
+class Activation(Section):
+    """How an engine goes over to a new version."""
+
+    kv: KeyValues = "recompute"
+    """Keys and values of running requests: `recompute` them under the new weights, so that every log-prob is of one
+    version; or `keep` them, so that nothing is prefilled again, but the log-probs of requests that go on are of mixed
+    versions. New requests never meet keys and values of older versions."""
+
+
 class Config(Section):
     """A run."""
 
@@ -363,6 +375,8 @@ class Config(Section):
     """The learner."""
     weights: Weights = Field(default_factory=Weights)
     """Publication."""
+    activation: Activation = Field(default_factory=Activation)
+    """What an actor's engine does about a new version."""
 
     @model_validator(mode="after")
     def _addresses_differ(self) -> Self:

@@ -16,6 +16,7 @@ import httpx
 from lachesis_actors.child import kept, tail
 from lachesis_actors.engine import engine_command, engine_environment, on_cpu, reserve_port
 from lachesis_configs.schema import Engine as EngineConfig
+from lachesis_configs.schema import KeyValues
 
 CORPUS = [
     "the thread is spun, measured and cut by three sisters; what is two plus three? two plus three is five.",
@@ -86,12 +87,14 @@ class TinyServer:
 
 
 @contextmanager
-def serve_tiny(model_path: Path, folder: Path, *, config: EngineConfig = TINY_ENGINE) -> Iterator[TinyServer]:
+def serve_tiny(
+    model_path: Path, folder: Path, *, config: EngineConfig = TINY_ENGINE, kv: KeyValues = "recompute"
+) -> Iterator[TinyServer]:
     """Run the command line that open_engine builds; end it and all its children with the block."""
     log_path = folder / "vllm.log"
     with reserve_port() as holder:
         port = holder.getsockname()[1]
-        command = engine_command(config, model_path=model_path, port=port, seed=0, cpu=on_cpu())
+        command = engine_command(config, model_path=model_path, port=port, seed=0, cpu=on_cpu(), kv=kv)
         env = engine_environment(config, inherited=os.environ, gpus=None, cpu=on_cpu())
         with log_path.open("wb") as log:
             process = subprocess.Popen(

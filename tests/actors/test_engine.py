@@ -52,6 +52,15 @@ def test_the_command_line():
     assert "enforce-eager" not in on_gpu
 
 
+def test_kept_keys_and_values_need_a_salted_scheduler():
+    def given(**fields):
+        return options(engine_command(EngineConfig(), model_path=Path("/m"), port=1, seed=0, **fields))
+
+    assert "scheduler-cls" not in given(cpu=True)
+    assert given(cpu=True, kv="keep")["scheduler-cls"] == "lachesis_actors.scheduler.SaltedScheduler"
+    assert given(cpu=False, kv="keep")["scheduler-cls"] == "lachesis_actors.scheduler.SaltedAsyncScheduler"
+
+
 def test_further_arguments():
     config = EngineConfig(
         arguments={"enable-prefix-caching": False, "enforce-eager": False, "block-size": 32, "trust-remote-code": True}
@@ -64,7 +73,7 @@ def test_further_arguments():
     assert options(command)["block-size"] == "32"
 
 
-@pytest.mark.parametrize("name", ["host", "port", "logprobs-mode", "weight-transfer-config", "model"])
+@pytest.mark.parametrize("name", ["host", "port", "logprobs-mode", "weight-transfer-config", "model", "scheduler-cls"])
 def test_arguments_that_correctness_hangs_on_are_refused(name):
     config = EngineConfig(arguments={name: "x"})
     with pytest.raises(ValueError, match=f"actor.engine.arguments: '{name}'"):

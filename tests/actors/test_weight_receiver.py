@@ -123,6 +123,25 @@ def test_chunks_come_in_order_and_end_where_they_should(receiver: Receiver) -> N
         receiver.obey({"op": "chunk", "offset": 0}, memoryview(b"abcdefghijk"))
 
 
+def test_only_the_held_version_is_prepared(receiver: Receiver) -> None:
+    prepared: list[int] = []
+    receiver._to_prepare = lambda version, mirror: prepared.append(version)
+    with pytest.raises(ReceiverRefused, match="version: 1, but this mirror holds 0"):
+        receiver.obey({"op": "prepare", "version": 1})
+    assert receiver.obey({"op": "prepare", "version": 0}) == {"version": 0}
+    assert prepared == [0]
+
+
+def test_a_failed_preparation_is_an_answer(receiver: Receiver) -> None:
+    def fail(version: int, mirror: Mirror) -> None:
+        raise MemoryError("no memory for a second copy")
+
+    receiver._to_prepare = fail
+    with pytest.raises(ReceiverRefused, match="prepare: MemoryError: no memory for a second copy"):
+        receiver.obey({"op": "prepare", "version": 0})
+    assert receiver.version == 0
+
+
 def test_only_loopback(tmp_path: Path) -> None:
     write_model(tmp_path)
     with pytest.raises(ValueError, match="only loopback"):
