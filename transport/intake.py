@@ -169,6 +169,7 @@ class Intake(State):
             return
         if held.actor != actor:
             raise ReplayError(f"ticket: {ticket} belongs to actor {held.actor!r}, not to {actor!r}")
+        self._forget_ask(held)
         if scores is not None:
             self._scores += scores
             held.used = True
@@ -198,6 +199,8 @@ class Intake(State):
         except MessageError as error:
             self._ledger.counts["groups_invalid"] += 1
             return PutResult("invalid", str(error))
+        if ticket is not None:
+            self._forget_ask(ticket)
         if ticket is None and group.ticket is not None:
             return PutResult("stale", f"ticket {group.ticket} has ended: {self._ledger.ticket_fate(group.ticket)}")
         if self.final is not None:
@@ -249,6 +252,12 @@ class Intake(State):
             client.accepted += 1
             client.rate.count(now)
             self._presence.clients.touch(client.key)
+
+    def _forget_ask(self, ticket: Ticket) -> None:
+        """Its actor uses the ticket, so it has the answer: a copy of the request, still on its way, gets no other."""
+        client = self._presence.find("actor", ticket.actor)
+        if client is not None:
+            client.cancel(ticket.ask)
 
     def _check(self, group: Group, actor: str) -> tuple[Ticket | None, tuple[int, int]]:
         if group.actor != actor:
