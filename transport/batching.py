@@ -43,7 +43,8 @@ def choose(
         return Choice(random.Random(f"{rules.seed}/{version}").sample(entries, size))
     if rules.order == "freshest":
         return Choice(sorted(entries, key=lambda entry: (-entry.deadline, entry.order))[:size])
-    entries.sort(key=lambda entry: (next_use(entry, rules, depth), entry.order))
+    # In the run's last batches planned uses may not come any more: what was never trained goes first.
+    entries.sort(key=lambda entry: (next_use(entry, rules, depth), entry.uses, entry.order))
     chosen = entries[:size]
     if rules.late == "mask_tokens":
         return Choice(chosen)
@@ -63,7 +64,10 @@ def places(item: Ticket | Entry, rules: Rules, depth: int, *, last: int | None =
         # Its group may bring younger tokens than it promised: all its places are kept, from the first one on.
         deadline = max(deadline, depth + uses - 1)
     # A group that is behind is used less often, never too late.
-    return list(uses_to_come(deadline, min(uses, deadline - depth + 1), last=last))
+    due = list(uses_to_come(deadline, min(uses, deadline - depth + 1), last=last))
+    if last is not None and isinstance(item, Entry) and item.uses and item.deadline - uses + 1 > last:
+        return []  # it was trained, and the run ends before it would be again
+    return due
 
 
 def next_use(item: Ticket | Entry, rules: Rules, depth: int) -> int:

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,8 @@ class Broker:
         self.replay = Replay.restore(rules(config), store.load(), now=trio.current_time())
         self._config, self._folder, self._store, self._socket = config, folder, store, socket
         self._peers: dict[bytes, _Peer] = {}
+        self._kept: list[int] = []
+        self._waiting: Counter[str] = Counter()
         self._parked: dict[tuple[bytes, int], _Parked] = {}
         self._outbox: list[tuple[bytes, Reply]] = []
         self._unsaved = trio.Event()
@@ -233,6 +236,8 @@ class Broker:
                 message = parked.message
                 asks.setdefault((parked.peer.name, message["environment"], message["version"]), []).append(key)
         refused: dict[Any, str] = {}
+        self._kept = []
+        self._waiting = Counter(parked.peer.name for parked in self._parked.values())
         for keys in asks.values():
             keys.reverse()
         while asks:
@@ -400,6 +405,8 @@ class Broker:
             version=take(message, "version", int),
             environment=take(message, "environment", str),
             now=now,
+            kept=self._kept,
+            waiting=self._waiting[peer.name],
         )
         if isinstance(answer, Wait):
             return {"wait": answer.why}

@@ -10,7 +10,7 @@ from lachesis_transport.decisions import Fenced, Finished, Grant, PutResult, Rep
 from lachesis_transport.messages import MAX_MESSAGE_BYTES, Group, MessageError, Scores, content_id
 from lachesis_transport.pacing import first_broken
 from lachesis_transport.presence import Role
-from lachesis_transport.records import OVERHEAD_BYTES, Entry, Ticket
+from lachesis_transport.records import OVERHEAD_BYTES, Entry, Ticket, uses_to_come
 from lachesis_transport.state import State
 from lachesis_transport.store import Event, Refused
 
@@ -90,10 +90,22 @@ class Intake(State):
 
     # ------------------------------------------------------------------ tickets and groups
 
-    def ticket(self, *, actor: str, ask: int, version: int, environment: str, now: float) -> Grant | Wait | Finished:
+    def ticket(
+        self,
+        *,
+        actor: str,
+        ask: int,
+        version: int,
+        environment: str,
+        now: float,
+        kept: list[int] | None = None,
+        waiting: int = 1,
+    ) -> Grant | Wait | Finished:
         """Issue a ticket if everything in progress can still meet its deadline with it.
 
-        `ask` numbers the actor's requests: repeating one returns the ticket that it already has.
+        `ask` numbers the actor's requests: repeating one returns the ticket that it already has. `kept` is shared by a
+        round of requests, in the order of their turns: when an actor with `waiting` of them is refused because it does
+        not serve the newest version yet, places are kept for it there, and later requests have to fit beside them.
         Raises NotJoined, and ReplayError for a version that was never published or an ask that was cancelled.
         """
         client = self._presence.require("actor", actor)
@@ -117,7 +129,9 @@ class Intake(State):
             item=-1,
             deadline=due,
         )
-        if not self._fits(ticket):
+        kept = [] if kept is None else kept
+        if not self._fits(ticket, kept):
+            kept += self._places_to_keep(ticket, waiting)
             progress = len(self._tickets) + len(self._ready) + (len(self._lease.groups) if self._lease else 0)
             return Wait(f"{progress} groups in progress are enough for the batches from {first} on")
         ticket.item, ticket.attempts = self.items.take(environment)
@@ -142,10 +156,24 @@ class Intake(State):
         open tickets."""
         return self.items.clock(environment), self._open[actor]
 
-    def _fits(self, extra: Ticket | Entry) -> bool:
+    def _places_to_keep(self, refused: Ticket, waiting: int) -> list[int]:
+        """What an actor that is a little behind would take at the newest version: its share of a batch, at most.
+
+        Without this the actor that is first to serve a version takes all places that a batch frees. Nothing is kept
+        while less than a batch is in progress: the next one has to come about without those that are behind.
+        """
+        newest = self.next_depth + self.rules.staleness_max
+        leased = len(self._lease.groups) if self._lease else 0
+        if refused.deadline >= newest or len(self._tickets) + len(self._ready) + leased < self.rules.batch_groups:
+            return []
+        share = min(waiting, max(1, self.rules.batch_groups // len(self.actors)))
+        return list(uses_to_come(newest, self.rules.reuse)) * share
+
+    def _fits(self, extra: Ticket | Entry, kept: Sequence[int] = ()) -> bool:
         first = self.next_depth
         last = first + self.rules.steps - self.step - 1
         due = self.deadlines(last=last) + places(extra, self.rules, first, last=last)
+        due += (min(deadline, last) for deadline in kept)
         return first_broken(due, first=first, size=self.rules.batch_groups) is None
 
     def cancel(self, *, actor: str, ask: int, now: float) -> None:

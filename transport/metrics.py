@@ -48,7 +48,7 @@ HELP = {
     "groups_left": "Groups that were ready when the run finished",
     "uses_forgone": "Uses of groups that were planned (staleness.reuse) and did not come",
     "items_skipped": "Prompts given up since several tickets failed over them",
-    "puts_refused_full": "Puts answered full: too many bytes held, or a group without a ticket that no batch has room for yet",
+    "puts_refused_full": "Puts answered full: too many bytes held, or no batch has room for a group without a ticket",
     "bound_violations": "Groups trained beyond the staleness bound",
     "frames_refused": "Malformed messages",
     "reports_refused": "Malformed lines for the event log",

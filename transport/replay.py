@@ -37,6 +37,12 @@ class Replay(Intake):
         if parent is not None and parent not in self.lineage:
             raise ReplayError(f"parent: {parent}, expected a version that this queue has reserved")
         previous = self.lineage.head
+        if self._resuming and parent not in (None, previous) and not self._leads_to_newest(parent):
+            raise ReplayError(
+                f"parent: {parent} is on a branch that was given up when version {previous} went on from an older one: "
+                "what was trained there is trained anew since. Expected a checkpoint that a later learner started from "
+                "or wrote; remove the one of this version"
+            )
         version = self.lineage.reserve(parent)
         self._reserved = (key, version)
         self._ledger.note("reserved", version=version, parent=parent)
@@ -51,6 +57,10 @@ class Replay(Intake):
         if parent != previous:
             self._find_deadlines()
         return version
+
+    def _leads_to_newest(self, version: int | None) -> bool:
+        head = self.lineage.head
+        return version is not None and head is not None and self.lineage.descends(head, version)
 
     def published(self, version: int) -> None:
         """Actors may sample from `version` from now on. Raises ReplayError."""

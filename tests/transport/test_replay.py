@@ -644,3 +644,39 @@ def test_a_lower_bound_takes_back_a_lease_that_breaks_it():
     assert back.leased is None
     assert isinstance(back.lease(version=1, now=0), Wait)
     assert back.statistics()["groups_dropped"] == {"stale": 1}
+
+
+def test_an_actor_that_is_a_little_behind_gets_its_share_of_what_a_batch_frees():
+    bench = Bench(batch_groups=4, staleness_max=1)
+    bench.replay.join(role="actor", name="b", incarnation="1", now=0)
+    for _ in range(8):
+        bench.put(bench.ticket())
+    bench.train()
+    bench.version, old = 1, 0
+
+    def ask(actor: str, version: int, kept: list[int]):
+        bench.asks += 1
+        return bench.replay.ticket(
+            actor=actor, ask=bench.asks, version=version, environment="sums", now=0, kept=kept, waiting=9
+        )
+
+    kept: list[int] = []
+    assert isinstance(ask("b", old, kept), Wait)  # its turn comes first, as it holds no ticket
+    assert kept == [2, 2]
+    assert [isinstance(ask("a", 1, kept), Grant) for _ in range(3)] == [True, True, False]
+    assert [isinstance(ask("b", 1, []), Grant) for _ in range(3)] == [True, True, False]
+
+
+def test_a_checkpoint_that_a_replaced_learner_still_wrote_is_refused():
+    bench = Bench(staleness_max=3)
+    for ticket in [bench.ticket() for _ in range(6)]:
+        bench.put(ticket)
+    bench.train()
+    abandoned = bench.version  # its learner freezes while it writes this checkpoint
+    resumed(bench, 0)
+    bench.replay.leave(role="learner", name="l")
+    bench.replay.join(role="learner", name="l", incarnation="3", now=0)
+    with pytest.raises(ReplayError, match="parent: 1 is on a branch that was given up when version 2 went on"):
+        bench.publish(abandoned)
+    bench.version = bench.publish(2)
+    assert bench.train() == ["0:0", "1:0"]
