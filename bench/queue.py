@@ -1,165 +1,88 @@
-"""What the whole queue costs a group: ticket, put, lease and all, against plain ZeroMQ round trips of the same bytes.
-
-The queue, or the echo, is a child process. Sixteen tasks of an actor and a learner that trains nothing keep it busy.
-"""
+"""What the queue costs: a durable put against SQLite itself, whole runs against plain ZeroMQ, its scaling with actors,
+its memory over many groups, and what it throws away when one side is ten times slower than the other."""
 
 from __future__ import annotations
 
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
-import trio
-import zmq
-
+from lachesis_bench import queue_puts, queue_runs
 from lachesis_bench.figures import Figure, Length
-from lachesis_configs.schema import Config
-from lachesis_transport.broker import serve_queue
-from lachesis_transport.consumer import Consumer, open_consumer
-from lachesis_transport.messages import Group, Trajectory, pack
-from lachesis_transport.producer import Finished, Producer, Ticket, open_producer
+from lachesis_bench.queue_load import Shape
 
-TASKS, BATCH, GROUP_SIZE, TOKENS = 16, 16, 8, 512
-CONFIG = Config.model_validate(
-    {
-        "run": {"steps": 1_000_000},
-        "queue": {"address": "tcp://127.0.0.1:0", "batch_groups": BATCH},
-        "staleness": {"max": 2},
-    }
-)
+LARGE = Shape(trajectories=8, tokens=2048)
+KB16 = Shape(trajectories=4, tokens=240)
 
-AMOUNT: dict[Length, tuple[int, int]] = {"short": (20, 3), "normal": (100, 5), "long": (500, 9)}
-"""Batches, and runs."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """How much is measured."""
+
+    large_puts: int
+    """Groups of 278 KB in each round of durable puts."""
+    small_puts: int
+    """The same of 16 KB."""
+    single_puts: int
+    put_rounds: int
+    batches: int
+    """Of each whole run."""
+    runs: int
+    actors: tuple[int, ...]
+    scaling_batches: int
+    """Of 32 groups, with several actors; one actor gets a quarter of them."""
+    memory_groups: int
+    waste_seconds: float
+
+
+AMOUNT: dict[Length, Amount] = {
+    "short": Amount(
+        large_puts=200,
+        small_puts=500,
+        single_puts=100,
+        put_rounds=3,
+        batches=20,
+        runs=3,
+        actors=(1, 4, 16),
+        scaling_batches=12,
+        memory_groups=5_000,
+        waste_seconds=5.0,
+    ),
+    "normal": Amount(
+        large_puts=400,
+        small_puts=1_000,
+        single_puts=200,
+        put_rounds=9,
+        batches=60,
+        runs=5,
+        actors=(1, 4, 16),
+        scaling_batches=24,
+        memory_groups=50_000,
+        waste_seconds=10.0,
+    ),
+    "long": Amount(
+        large_puts=400,
+        small_puts=2_000,
+        single_puts=1_000,
+        put_rounds=21,
+        batches=300,
+        runs=9,
+        actors=(1, 4, 16, 64),
+        scaling_batches=200,
+        memory_groups=1_000_000,
+        waste_seconds=60.0,
+    ),
+}
 
 
 def run(length: Length) -> list[Figure]:
-    """queue.groups: groups a second from ticket to trained, in memory."""
-    batches, runs = AMOUNT[length]
-    # Alternating, so that what else the machine does falls on both.
-    pairs = [(_with_child("queue", batches), _with_child("echo", batches)) for _ in range(runs)]
-    ratios = [ours / raw for ours, raw in pairs]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    ratio = statistics.median(ratios)
+    """queue.durable_put, queue.durable_put_16kb, queue.put_*, queue.groups*, queue.memory, queue.file, queue.waste_*,
+    queue.stall_*."""
+    amount = AMOUNT[length]
     return [
-        Figure(
-            figure="queue.groups",
-            value=statistics.median(ours for ours, _ in pairs),
-            unit="groups/s",
-            against="raw ZeroMQ round trips, the same bytes in and out, same run",
-            reference=statistics.median(raw for _, raw in pairs),
-            ratio=ratio,
-            runs=runs,
-            spread=(high - low) / 2 / ratio,
-        )
+        queue_puts.durable_put("queue.durable_put", LARGE, groups=amount.large_puts, rounds=amount.put_rounds),
+        queue_puts.durable_put("queue.durable_put_16kb", KB16, groups=amount.small_puts, rounds=amount.put_rounds),
+        *queue_puts.put_latency(LARGE, groups=amount.single_puts, rounds=amount.put_rounds),
+        queue_runs.groups(batches=amount.batches, runs=amount.runs),
+        *queue_runs.scaling(amount.actors, batches=amount.scaling_batches, runs=amount.runs),
+        *queue_runs.memory(amount.memory_groups),
+        *queue_runs.waste(seconds=amount.waste_seconds),
     ]
-
-
-def _with_child(kind: str, batches: int) -> float:
-    """Groups a second."""
-    child = subprocess.Popen([sys.executable, "-m", __name__, kind], stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        address = child.stdout.readline().strip()
-        return _echo_rate(address, batches) if kind == "echo" else trio.run(_queue_rate, address, batches)
-    finally:
-        child.kill()
-        child.wait()
-
-
-async def _queue_rate(address: str, batches: int) -> float:
-    async with (
-        open_consumer(address, "learner", "bench") as consumer,
-        open_producer(address, "actor-0", "bench") as producer,
-        trio.open_nursery() as nursery,
-    ):
-        await consumer.published(await consumer.reserve(None))
-        producer.serving(0)
-        for _ in range(TASKS):
-            nursery.start_soon(_act, producer)
-        version = await _learn(consumer, producer, 0, 2)
-        start = time.perf_counter()
-        version = await _learn(consumer, producer, version, batches)
-        seconds = time.perf_counter() - start
-        await consumer.finish(version)
-    return batches * BATCH / seconds
-
-
-async def _act(producer: Producer) -> None:
-    while not isinstance(ticket := await producer.ticket(version=0, environment="bench"), Finished):
-        await producer.put(_group(ticket))
-
-
-async def _learn(consumer: Consumer, producer: Producer, version: int, batches: int) -> int:
-    for _ in range(batches):
-        await consumer.lease(version)
-        await consumer.trained(version)
-        version = await consumer.reserve(version)
-        await consumer.published(version)
-        await consumer.commit(version, "none")
-        producer.serving(version)
-    return version
-
-
-def _group(ticket: Ticket) -> Group:
-    mask = (np.arange(TOKENS) >= 64).astype(np.uint8)
-    trajectory = Trajectory(
-        tokens=np.arange(TOKENS, dtype=np.int32),
-        mask=mask,
-        logprobs=-0.5 * mask.astype(np.float32),
-        versions=np.where(mask, ticket.version, -1).astype(np.int32),
-        advantages=mask.astype(np.float32),
-        score=1.0,
-    )
-    return Group(
-        group_id=f"{ticket.ticket}:0",
-        ticket=ticket.ticket,
-        actor="actor-0",
-        environment="bench",
-        trajectories=(trajectory,) * GROUP_SIZE,
-    )
-
-
-def _echo_rate(address: str, batches: int) -> float:
-    """A group is a small round trip (its ticket), one with its bytes (put), and its bytes back once a batch (lease)."""
-    small = pack({"op": "ticket"})
-    group = pack({"group": _group(Ticket(ticket=0, deadline=0, version=0, item=0)).pack()})
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(address)
-        start = time.perf_counter()
-        for _ in range(batches):
-            for asked in ([small, b"0"], [group, b"0"]):
-                for _ in range(BATCH):
-                    socket.send_multipart(asked, copy=False)
-                for _ in range(BATCH):
-                    socket.recv_multipart(copy=False)
-            socket.send_multipart([small, str(BATCH * len(group)).encode()])
-            socket.recv_multipart(copy=False)
-        return batches * BATCH / (time.perf_counter() - start)
-
-
-def _serve_echo() -> None:
-    """Answer [anything, n] with n bytes."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        print(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}", flush=True)
-        while True:
-            route, _, size = socket.recv_multipart()
-            socket.send_multipart([route, bytes(int(size))], copy=False)
-
-
-async def _serve_queue() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        async with trio.open_nursery() as nursery:
-            address: Any = await nursery.start(serve_queue, CONFIG, Path(folder))
-            print(address, flush=True)
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "echo":
-        _serve_echo()
-    else:
-        trio.run(_serve_queue)
