@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +18,18 @@ import trio
 import zmq
 
 from lachesis_configs.schema import Config
-from lachesis_transport.decisions import Fenced, Finished, NameTaken, NotJoined, PutResult, ReplayError, Rules, Wait
+from lachesis_transport.decisions import NotJoined, Rules
 from lachesis_transport.event_log import EventLog
 from lachesis_transport.inspection import inspect
 from lachesis_transport.keys import load_keys
-from lachesis_transport.messages import Group, MessageError, Scores, batch_wire, pack, take, unpack
+from lachesis_transport.messages import Group, MessageError, batch_wire, pack, take, unpack
 from lachesis_transport.metrics import QueueMetrics, serve_metrics
-from lachesis_transport.presence import Role
 from lachesis_transport.records import Lease
 from lachesis_transport.replay import Replay
+from lachesis_transport.requests import Peer, Reply, Requests
 from lachesis_transport.sockets import Socket, open_socket, plain_errors
 from lachesis_transport.sqlite_store import SqliteStore
-from lachesis_transport.store import Event, Refused, Store
+from lachesis_transport.store import QUARANTINED_BYTES, Refused, Store
 
 log = logging.getLogger("lachesis.queue")
 
@@ -50,8 +47,6 @@ WRITE_SECONDS = 2.0
 DRAINED_AT_ONCE = 64
 REPLIES_HELD = 4096
 """Answers that wait for one client to read them; further ones are lost, and it asks again."""
-MAX_REPORTS = 512
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 LOGGED = {
     "joined",
     "parted",
@@ -66,19 +61,10 @@ LOGGED = {
     "reopened",
 }
 
-Reply = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    role: Role
-    name: str
-    incarnation: str
-
 
 @dataclass(slots=True)
 class _Parked:
-    peer: _Peer
+    peer: Peer
     message: dict[str, Any]
     heard: float
     told: bool = False
@@ -109,9 +95,7 @@ class Broker:
     def __init__(self, config: Config, folder: Path, *, store: Store, socket: Socket) -> None:
         self.replay = Replay.restore(rules(config), store.load(), now=trio.current_time())
         self._config, self._folder, self._store, self._socket = config, folder, store, socket
-        self._peers: dict[bytes, _Peer] = {}
-        self._kept: list[int] = []
-        self._waiting: Counter[str] = Counter()
+        self._peers: dict[bytes, Peer] = {}
         self._parked: dict[tuple[bytes, int], _Parked] = {}
         self._outbox: list[tuple[bytes, Reply]] = []
         self._unsaved = trio.Event()
@@ -120,17 +104,7 @@ class Broker:
         self.failed = False
         """Whether the last save was not finished."""
         self.metrics = QueueMetrics.of(config, store.queue_id)
-        self._operations: dict[tuple[str, str], Callable[[_Peer, dict[str, Any], float], Reply]] = {
-            ("actor", "ticket"): self._ticket,
-            ("actor", "void"): self._void,
-            ("actor", "put"): self._put,
-            ("learner", "reserve"): self._reserve,
-            ("learner", "published"): self._published,
-            ("learner", "lease"): self._lease,
-            ("learner", "trained"): self._trained,
-            ("learner", "commit"): self._commit,
-            ("learner", "finish"): self._finish,
-        }
+        self._requests = Requests(self.replay, config, queue_id=store.queue_id)
 
     @property
     def _now(self) -> float:
@@ -236,8 +210,7 @@ class Broker:
                 message = parked.message
                 asks.setdefault((parked.peer.name, message["environment"], message["version"]), []).append(key)
         refused: dict[Any, str] = {}
-        self._kept = []
-        self._waiting = Counter(parked.peer.name for parked in self._parked.values())
+        self._requests.begin_round(parked.peer.name for parked in self._parked.values())
         for keys in asks.values():
             keys.reverse()
         while asks:
@@ -258,7 +231,7 @@ class Broker:
     def _try(self, key: tuple[bytes, int], parked: _Parked) -> str | None:
         """Answer a parked request if it can go on; else what it waits for."""
         try:
-            reply = self._decide(parked.peer, parked.message)
+            reply = self._requests.decide(parked.peer, parked.message, self._now)
         except MessageError as error:
             reply = {"ok": False, "code": "malformed", "error": str(error)}
         if "wait" in reply:
@@ -273,7 +246,7 @@ class Broker:
             parked.told = True
             self._outbox.append((key[0], {"id": key[1], "ok": True, "wait": why}))
 
-    def _is_live(self, peer: _Peer) -> bool:
+    def _is_live(self, peer: Peer) -> bool:
         return self.replay.is_live(peer.role, peer.name, peer.incarnation)
 
     # ------------------------------------------------------------------ requests
@@ -288,7 +261,7 @@ class Broker:
             reply = self._answer(route, take(message, "op", str), message)
         except MessageError as error:
             self.replay.count("frames_refused")
-            self._quarantine(route, str(error), frames[-1].bytes)
+            self._quarantine(route, str(error), bytes(frames[-1].buffer[:QUARANTINED_BYTES]))
             reply = {"ok": False, "code": "malformed", "error": str(error)}
         if reply is not None:
             self._parked.pop((route, number or 0), None)
@@ -311,7 +284,12 @@ class Broker:
                 "inspection": inspect(self.replay, self._store.quarantine(), now=self._now),
             }
         if op == "hello":
-            return self._hello(route, message)
+            peer, reply = self._requests.hello(message, self._now)
+            if peer is not None:
+                for old in [r for r, p in self._peers.items() if (p.role, p.name) == (peer.role, peer.name)]:
+                    del self._peers[old]
+                self._peers[route] = peer
+            return reply
         peer = self._peers.get(route)
         if peer is None or message.get("queue") != self._store.queue_id:
             return {"ok": False, "code": "hello", "error": "the queue does not know this client; expected a hello"}
@@ -319,167 +297,18 @@ class Broker:
             self.replay.heard(role=peer.role, name=peer.name, incarnation=peer.incarnation, now=self._now)
         except NotJoined as error:
             return {"ok": False, "code": "hello", "error": str(error)}
-        if op in ("ticket", "lease") and (peer.role, op) in self._operations:
+        if self._requests.may_wait(peer, message):
             if len(self._parked) >= MAX_PARKED and (route, message["id"]) not in self._parked:
                 raise MessageError(f"op: {op!r}, but {MAX_PARKED} requests wait already")
-            take(message, "version", int)
-            if op == "ticket":
-                take(message, "environment", str)
             self._parked[route, message["id"]] = _Parked(peer, message, self._now)
             return None
-        reply = self._decide(peer, message)
+        reply = self._requests.decide(peer, message, self._now)
+        if op == "void" and message["ticket"] is None and reply["ok"]:
+            self._parked.pop((route, message["ask"]), None)
         if op == "goodbye" and reply["ok"]:
             del self._peers[route]
             self._parked = {key: parked for key, parked in self._parked.items() if key[0] != route}
         return reply
-
-    def _decide(self, peer: _Peer, message: dict[str, Any]) -> Reply:
-        op, now = message["op"], self._now
-        try:
-            if op in ("heartbeat", "goodbye"):
-                return self._heartbeat(peer, message, now)
-            operation = self._operations.get((peer.role, op))
-            if operation is None:
-                raise MessageError(f"op: {op!r}, expected one for role {peer.role!r}")
-            return {"ok": True, **operation(peer, message, now)}
-        except NotJoined as error:
-            return {"ok": False, "code": "hello", "error": str(error)}
-        except ReplayError as error:
-            return {"ok": False, "code": "refused", "error": str(error)}
-
-    def _hello(self, route: bytes, message: dict[str, Any]) -> Reply:
-        role, name = take(message, "role", str), take(message, "name", str)
-        if role != "actor" and role != "learner":
-            raise MessageError(f"role: {role!r}, expected actor or learner")
-        incarnation = take(message, "incarnation", str)
-        for key, value in (("name", name), ("incarnation", incarnation)):
-            if not NAME.fullmatch(value):
-                raise MessageError(f"{key}: {value!r}, expected 1 to 64 letters, digits, '_', '.', '-'")
-        try:
-            self.replay.join(role=role, name=name, incarnation=incarnation, now=self._now)
-        except NameTaken as error:
-            seconds = self._config.queue.heartbeat_seconds
-            return {"ok": False, "code": "name_taken", "error": str(error), "heartbeat_seconds": seconds}
-        except Fenced as error:
-            return {"ok": False, "code": "fenced", "error": str(error)}
-        for old in [r for r, p in self._peers.items() if (p.role, p.name) == (role, name)]:
-            del self._peers[old]
-        self._peers[route] = _Peer(role, name, incarnation)
-        return {
-            "ok": True,
-            "queue": self._store.queue_id,
-            "run_name": self._config.run.name,
-            "batch_groups": self._config.queue.batch_groups,
-            "staleness_max": self._config.staleness.max,
-            "steps": self._config.run.steps,
-            "state": self.replay.state(),
-        }
-
-    def _heartbeat(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
-        version = take(message, "version", (int, type(None)))
-        reports, number = take(message, "report", list), take(message, "report_number", int)
-        self.replay.heard(role=peer.role, name=peer.name, incarnation=peer.incarnation, now=now, version=version)
-        events = [
-            Event(report["kind"], {key: value for key, value in report.items() if key != "kind"}, source=peer.name)
-            for report in reports[:MAX_REPORTS]
-            if isinstance(report, dict) and isinstance(report.get("kind"), str)
-        ]
-        if len(events) < len(reports):
-            self.replay.count("reports_refused", len(reports) - len(events))
-            log.warning(
-                "%s: %d of %d reports are no maps with a kind, or beyond %d",
-                peer.name,
-                len(reports) - len(events),
-                len(reports),
-                MAX_REPORTS,
-            )
-        self.replay.report(role=peer.role, name=peer.name, number=number, events=events)
-        if message["op"] == "goodbye":
-            self.replay.leave(role=peer.role, name=peer.name)
-        return {"ok": True, "state": self.replay.state()}
-
-    def _ticket(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
-        answer = self.replay.ticket(
-            actor=peer.name,
-            ask=take(message, "id", int),
-            version=take(message, "version", int),
-            environment=take(message, "environment", str),
-            now=now,
-            kept=self._kept,
-            waiting=self._waiting[peer.name],
-        )
-        if isinstance(answer, Wait):
-            return {"wait": answer.why}
-        if isinstance(answer, Finished):
-            return {"finished": True}
-        return {
-            "ticket": answer.ticket,
-            "deadline": answer.deadline,
-            "version": answer.version,
-            "item": answer.item,
-        }
-
-    def _void(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
-        ticket, reason = take(message, "ticket", (int, type(None))), take(message, "reason", str)
-        if ticket is None:
-            ask = take(message, "ask", int)
-            self.replay.cancel(actor=peer.name, ask=ask, now=now)
-            self._parked = {
-                key: parked
-                for key, parked in self._parked.items()
-                if parked.peer != peer or parked.message["id"] != ask
-            }
-            return {}
-        scores = take(message, "scores", (dict, type(None)))
-        self.replay.void(
-            actor=peer.name,
-            ticket=ticket,
-            reason=reason,
-            scores=None if scores is None else Scores.from_wire(scores),
-            now=now,
-        )
-        return {}
-
-    def _put(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
-        content = b""
-        try:
-            content = take(message, "group", bytes)
-            group = Group.unpack(content)
-            final = take(message, "final", bool)
-        except MessageError as error:
-            self.replay.count("frames_refused")
-            result = PutResult("invalid", str(error))
-        else:
-            result = self.replay.put(group, content, actor=peer.name, final=final, now=now)
-        if result.status == "invalid":
-            self.replay.quarantine(Refused(f"actor {peer.name}", result.reason, content, time.time()))
-        return {"status": result.status, "reason": result.reason, "retry_after": result.retry_after}
-
-    def _reserve(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
-        parent = take(message, "parent", (int, type(None)))
-        return {"version": self.replay.reserve(parent=parent, key=f"{peer.incarnation}:{take(message, 'id', int)}")}
-
-    def _published(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
-        self.replay.published(take(message, "version", int))
-        return {}
-
-    def _lease(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
-        answer = self.replay.lease(version=take(message, "version", int), now=now)
-        if isinstance(answer, Wait):
-            return {"wait": answer.why}
-        return {"lease": answer}
-
-    def _trained(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
-        self.replay.trained(version=take(message, "version", int))
-        return {"checkpoint_wanted": self.replay.checkpoint_wanted}
-
-    def _commit(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
-        self.replay.commit(version=take(message, "version", int), checkpoint=take(message, "checkpoint", str))
-        return {}
-
-    def _finish(self, peer: _Peer, message: dict[str, Any], now: float) -> Reply:
-        self.replay.finish(version=take(message, "version", int))
-        return {}
 
     def write_statistics(self) -> None:
         """Replace queue.json in the run folder."""
