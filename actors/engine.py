@@ -171,9 +171,10 @@ def engine_environment(
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # Eager mode still compiles pieces of the sampler, which costs the first request a quarter of a minute.
         env["TORCH_COMPILE_DISABLE"] = "1"
-        threads = config.threads or (len(parse_cores(config.cores)) if config.cores else None)
-        if threads is not None:
-            env["OMP_NUM_THREADS"] = str(threads)
+        cores = len(parse_cores(config.cores)) if config.cores else len(os.sched_getaffinity(0))
+        if config.threads or config.cores or config.tensor_parallel > 1:
+            # Each worker has a team of its own: more threads than cores only wait for each other.
+            env["OMP_NUM_THREADS"] = str(config.threads or max(1, cores // config.tensor_parallel))
     elif gpus is not None:
         if len(gpus) != config.tensor_parallel:
             raise ValueError(

@@ -165,7 +165,7 @@ class Engine(Section):
     cores: Cores | None = None
     """CPU cores for the engine's threads ("0" or "0-1"); default: the scheduler decides."""
     threads: Threads | None = None
-    """OpenMP threads of the engine on a CPU; default: one a core."""
+    """OpenMP threads of each worker on a CPU; default: its share of the cores."""
     start_seconds: Seconds = 300.0
     """Deadline for the engine to answer its first health check."""
     arguments: dict[str, str | int | float | bool] = Field(default_factory=dict)
@@ -267,6 +267,9 @@ class Learner(Section):
     """Where the learner computes; auto: cuda where there is one."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Compute and published precision: bf16 (fp32 master weights), or fp32 (tests; published as bf16 all the same)."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state and the fp32 master weights in host memory and step there: slower, for models that
+    don't fit otherwise."""
     lr: Annotated[float, Field(ge=0)] = 1e-6
     """Learning rate of AdamW, constant after the warm-up."""
     warmup_steps: NonNegative = 0

@@ -93,6 +93,9 @@ def test_the_environment_on_a_cpu():
     assert env(cores="0-1")["OMP_NUM_THREADS"] == "2"
     assert env(cores="0-1", threads=1)["OMP_NUM_THREADS"] == "1"
     assert env(threads=3)["OMP_NUM_THREADS"] == "3"
+    assert env(cores="0-3", tensor_parallel=2)["OMP_NUM_THREADS"] == "2"
+    assert env(cores="0", tensor_parallel=2)["OMP_NUM_THREADS"] == "1"
+    assert env(tensor_parallel=10_000)["OMP_NUM_THREADS"] == "1"
 
 
 def test_the_environment_on_gpus():
