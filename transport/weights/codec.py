@@ -115,27 +115,25 @@ class DeltaWriter:
         if changed > DENSE_SHARE * len(new):
             mode, codes = DENSE, self._codes[: len(new)]
             bad = int(kernels.zigzag_all(base, new, codes))
+            if bad >= 0 and self._finite:
+                raise NonFiniteBits(bad)
+            base[:] = new
+            middle, words = kernels.write_codes(codes, self._nibbles, self._middle, self._words)
+            section = self._sections[mode]
         else:
             mode = SPARSE if len(new) < _LONGEST_SPARSE_GAP * changed else SPARSE_8
-            codes = self._codes[:changed]
-            bad = int(kernels.zigzag_at(base, new, at, codes))
+            section, shift = self._sections[mode], 8 * (mode == SPARSE_8)
+            last = section.last - section.space
+            outputs = (self._codes, self._low, self._gaps, self._nibbles, self._middle, self._words)
+            bad, gaps, middle, words = kernels.take_sparse(base, new, at, last, shift, self._finite, *outputs)
             if bad >= 0:
-                bad = int(at[bad])
-        if bad >= 0 and self._finite:
-            raise NonFiniteBits(bad)
-        self._advance(mode)
-        section = self._sections[mode]
-        if mode == DENSE:
-            base[:] = new
-        else:
-            kernels.copy_at(base, new, at)
-            shift = 8 * (_GAP_PLANES[mode] - 1)
-            size = kernels.write_gaps(at, section.last - section.space, shift, self._low, self._gaps)
+                raise NonFiniteBits(int(at[bad]))
+            codes = self._codes[:changed]
             section.low += self._low[: changed if shift else 0].data
-            section.gaps += self._gaps[:size].data
+            section.gaps += self._gaps[:gaps].data
             section.last = section.space + int(at[-1])
+        self._advance(mode)
         section.space += len(new)
-        middle, words = kernels.write_codes(codes, self._nibbles, self._middle, self._words)
         section.nibbles += self._nibbles[: len(codes)].data
         section.middle += self._middle[:middle].data
         section.words += self._words[:words].data.cast("B")

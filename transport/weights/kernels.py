@@ -25,6 +25,11 @@ NIBBLE_ESCAPE = 15
 LANES = 64
 """Elements that are compared at a time."""
 
+AHEAD = 32
+"""Differences between asking for a place in memory and writing it."""
+
+
+_ZERO, _ONE = np.uint64(0), np.uint64(1)  # an unsigned index is never counted from the end
 
 BYTES, BITS, INDICES = (types.Array(kind, 1, "C") for kind in (types.uint8, types.uint16, types.uint32))
 IN_BYTES, IN_BITS, IN_INDICES, IN_BOUNDS = (
@@ -79,6 +84,22 @@ def _count(typing_context: Any, mask: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
+@intrinsic
+def _fetch(typing_context: Any, array: Any, index: Any) -> Any:
+    """Have the memory of array[index] fetched into the second cache."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number])
+        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(fetch, [pointer, number(0), number(1), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
 @njit(inline="always")
 def _zigzag(old, new):  # type: ignore[no-untyped-def]
     """0, -1, 1, -2, ... become 0, 1, 2, 3, ...; differences are modulo 2^16."""
@@ -119,16 +140,59 @@ def find_changes(base, new, at):  # type: ignore[no-untyped-def]
     return found
 
 
-@_compiled(types.int64(IN_BITS, IN_BITS, IN_INDICES, BITS))
-def zigzag_at(base, new, at, codes):  # type: ignore[no-untyped-def]
-    """codes[i]: zigzag of new - base (mod 2^16) at at[i]. The first i where new is NaN or infinite, or -1."""
-    bad = np.int64(-1)
-    for i in range(len(at) - 1, -1, -1):
+@_compiled(
+    types.UniTuple(types.int64, 4)(
+        BITS, IN_BITS, IN_INDICES, types.int64, types.int64, types.boolean, BITS, *[BYTES] * 4, BITS
+    )
+)
+def take_sparse(base, new, at, last, shift, finite, codes, low, gaps, nibbles, middle, words):  # type: ignore[no-untyped-def]
+    """Make base equal to new at the ascending positions `at` and write how: (bad, sizes of gaps, middle and words).
+
+    The gap before at[0] counts from `last`. The lowest `shift` (0 or 8) bits of gap i go to low[i]; the rest is written
+    as bytes, of which 255 adds 255 and goes on and anything less ends the gap: `gaps` needs len(at) +
+    (at[-1] - last) // (255 << shift) bytes. The zigzag code of each difference (mod 2^16) goes to codes, and on as
+    `write_codes` has it; these outputs need len(at) elements.
+
+    bad is -1; or, if `finite`, the first i where new[at[i]] is NaN or infinite, and base is as it was.
+    """
+    in_gaps = _ZERO
+    in_middle = _ZERO
+    in_words = _ZERO
+    infinite = False
+    for i in range(len(at)):
         bits = new[at[i]]
-        codes[i] = _zigzag(base[at[i]], bits)
-        if bits & 0x7F80 == 0x7F80:
-            bad = i
-    return bad
+        code = _zigzag(base[at[i]], bits)
+        base[at[i]] = bits
+        infinite |= bits & 0x7F80 == 0x7F80
+        codes[i] = code
+        if code < NIBBLE_ESCAPE:
+            nibbles[i] = code
+        else:
+            nibbles[i] = NIBBLE_ESCAPE
+            rest = np.int64(code) - NIBBLE_ESCAPE
+            middle[in_middle] = min(rest, ESCAPE)
+            in_middle += _ONE
+            if rest >= ESCAPE:
+                words[in_words] = code
+                in_words += _ONE
+        gap = np.int64(at[i]) - last - 1
+        last = np.int64(at[i])
+        if shift:
+            low[i] = gap & 255
+            gap >>= 8
+        while gap >= ESCAPE:
+            gaps[in_gaps] = ESCAPE
+            in_gaps += _ONE
+            gap -= ESCAPE
+        gaps[in_gaps] = gap
+        in_gaps += _ONE
+    bad = np.int64(-1)
+    if infinite and finite:
+        for i in range(len(at) - 1, -1, -1):
+            base[at[i]] -= np.uint16(_unzigzag(np.int64(codes[i])))
+            if new[at[i]] & 0x7F80 == 0x7F80:
+                bad = i
+    return bad, in_gaps, in_middle, in_words
 
 
 @_compiled(types.int64(IN_BITS, IN_BITS, BITS))
@@ -143,36 +207,6 @@ def zigzag_all(base, new, codes):  # type: ignore[no-untyped-def]
             if new[i] & 0x7F80 == 0x7F80:
                 return i
     return -1
-
-
-@_compiled(types.void(BITS, IN_BITS, IN_INDICES))
-def copy_at(base, new, at):  # type: ignore[no-untyped-def]
-    """base[at] = new[at]."""
-    for i in range(len(at)):
-        base[at[i]] = new[at[i]]
-
-
-@_compiled(types.int64(IN_INDICES, types.int64, types.int64, BYTES, BYTES))
-def write_gaps(at, last, shift, low, gaps):  # type: ignore[no-untyped-def]
-    """Gaps between ascending positions, of which the one before at[0] is `last`; bytes written to `gaps`.
-
-    The lowest `shift` (0 or 8) bits of gap i go to low[i]; the rest is written as bytes, of which 255 adds 255 and goes
-    on and anything less ends the gap: `gaps` needs len(at) + (at[-1] - last) // (255 << shift) bytes.
-    """
-    written = np.int64(0)
-    for i in range(len(at)):
-        gap = np.int64(at[i]) - last - 1
-        last = np.int64(at[i])
-        if shift:
-            low[i] = gap & 255
-            gap >>= 8
-        while gap >= ESCAPE:
-            gaps[written] = ESCAPE
-            written += 1
-            gap -= ESCAPE
-        gaps[written] = gap
-        written += 1
-    return written
 
 
 @_compiled(PAIR(IN_BITS, BYTES, BYTES, BITS))
@@ -245,29 +279,36 @@ def add_sparse(target, starts, stops, shift, low, gaps, count, packed, middle, w
     position = np.int64(-1)
     block = np.int64(-1)
     begin = end = offset = np.int64(0)
-    for i in range(count):
-        gap = np.int64(0)
-        while gaps[byte] == ESCAPE:
-            gap += ESCAPE
+    places = np.empty(2 * AHEAD, np.int64)
+    for ahead in range(count + AHEAD):
+        # Memory is slow to answer: each place is asked for AHEAD differences before it is written.
+        if ahead < count:
+            gap = np.int64(0)
+            while gaps[byte] == ESCAPE:
+                gap += ESCAPE
+                byte += 1
+            gap += gaps[byte]
             byte += 1
-        gap += gaps[byte]
-        byte += 1
-        if shift:
-            gap = gap << 8 | low[i]
-        position += gap + 1
-        while position >= end:
-            block += 1
-            begin = end
-            end += stops[block] - starts[block]
-            offset = starts[block] - begin
-        code = np.int64(packed[i >> 1] >> ((i & 1) << 2)) & 15
-        if code == NIBBLE_ESCAPE:
-            code += middle[in_middle]
-            in_middle += 1
-            if code == NIBBLE_ESCAPE + ESCAPE:
-                code = np.int64(words_low[in_words]) | np.int64(words_high[in_words]) << 8
-                in_words += 1
-        target[position + offset] += np.uint16(sign * _unzigzag(code))
+            if shift:
+                gap = gap << 8 | low[ahead]
+            position += gap + 1
+            while position >= end:
+                block += 1
+                begin = end
+                end += stops[block] - starts[block]
+                offset = starts[block] - begin
+            places[ahead % (2 * AHEAD)] = position + offset
+            _fetch(target, position + offset)
+        i = ahead - AHEAD
+        if i >= 0:
+            code = np.int64(packed[i >> 1] >> ((i & 1) << 2)) & 15
+            if code == NIBBLE_ESCAPE:
+                code += middle[in_middle]
+                in_middle += 1
+                if code == NIBBLE_ESCAPE + ESCAPE:
+                    code = np.int64(words_low[in_words]) | np.int64(words_high[in_words]) << 8
+                    in_words += 1
+            target[places[i % (2 * AHEAD)]] += np.uint16(sign * _unzigzag(code))
 
 
 @_compiled(types.void(BITS, IN_BOUNDS, IN_BOUNDS, *[IN_BYTES] * 4, types.int64))
