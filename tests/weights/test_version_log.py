@@ -146,6 +146,25 @@ def test_what_arrives_during_a_fold_is_folded_next() -> None:
     np.testing.assert_array_equal(mirror.bits, history.weights[3])
 
 
+def test_a_fold_keeps_nobody_waiting_who_follows_by_deltas() -> None:
+    history, log = History(), VersionLog(LAYOUT)
+    log.append(history.entry(0))
+    fold(log)
+    log.append(history.entry(1))
+    entries = log.begin_fold(now=0.0)
+    held = mirror_checksum(LAYOUT, history.weights[0], shards=2)
+    plan = log.plan("r", checksum=held, now=0.0)
+    assert plan is not None
+    assert (plan.held, [s.version for s in plan.steps]) == (0, [1])
+    mirror = Mirror(LAYOUT)
+    mirror.bits[:] = history.weights[0]
+    follow(log, mirror, plan.steps)
+    np.testing.assert_array_equal(mirror.bits, history.weights[1])
+    assert log.plan("s", checksum="unknown", now=0.0) is None
+    log.fold(entries)
+    log.end_fold(entries)
+
+
 def test_an_anchor_in_between_replaces_everything() -> None:
     history, log = History(), VersionLog(LAYOUT)
     for version in range(3):

@@ -183,7 +183,7 @@ class VersionLog:
 
     def begin_fold(self, *, now: float) -> list[Entry]:
         """The entries to `fold` into the mirror now; empty while it is current, or read by somebody (unless it lags too
-        far: then its readers have to start again). Until `end_fold`, `plan` answers None."""
+        far: then its readers have to start again). Until `end_fold`, `plan` answers None to who needs an anchor."""
         pending = self._pending()
         self._pins = {reader: until for reader, until in self._pins.items() if until > now}
         if not pending or self._folding or (self._pins and self._base and len(pending) <= self._limit // 2):
@@ -223,15 +223,15 @@ class VersionLog:
 
     def plan(self, reader: str, *, checksum: str, now: float) -> Plan | None:
         """What a reader whose weights have this checksum has to fetch, in order; None: ask again soon."""
-        newest, pending = self.newest, self._pending()
-        if newest is None or self._folding or (pending and pending[0].parent is None):
-            return None
-        assert self._base is not None
         held = self._known.get(checksum)
         if held is not None:
             chain = [e for e in self._deltas if e.version > held]
             if sum(len(e.payload) for e in chain) < self.nbytes:
                 return Plan(held=held, steps=tuple(_step(e) for e in chain))
+        pending = self._pending()
+        if self.newest is None or self._folding or (pending and pending[0].parent is None):
+            return None
+        assert self._base is not None
         self._pins[reader] = now + self._lease_seconds
         anchor = Step(
             version=self._base.version,
