@@ -1,31 +1,39 @@
 """What weight deltas cost: their size against the entropy floor, their time against reading and copying the weights.
 
 The weights are random bf16 tensors in the shapes of a small transformer; a step moves a share of them by a few units in
-the last place, nine of ten by one, at random positions. That is what training does to bf16 weights at small learning
-rates, but for the positions: real ones cluster, which only helps.
+the last place, nine of ten by one, at random positions. Real deltas, recorded by record_deltas.py at several learning
+rates, are measured for their size too.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 
+import msgpack
 import numpy as np
 import torch
+import zstandard
 
 from lachesis_bench.figures import Figure, Length
 from lachesis_learner.shards import Shard, ShardEncoder
+from lachesis_transport.weights.codec import DeltaWriter, blocks
 from lachesis_transport.weights.mirror import Mirror
 
 DENSITIES = (0.001, 0.01, 0.025, 0.06, 0.14, 0.3, 0.6)
 TIMED = (0.001, 0.01, 0.025, 0.14)
+
+RECORDING = Path(__file__).parent / "data" / "deltas.msgpack.zst"
+"""{learning rate: {name of a slice: differences of its bits, int16 little-endian}} of real training steps."""
 
 AMOUNT: dict[Length, tuple[int, int]] = {"short": (6, 3), "normal": (30, 5), "long": (30, 15)}
 """Layers, and runs of each timing."""
 
 
 def run(length: Length) -> list[Figure]:
-    """delta.floor_share_P, delta.encode_P and delta.apply_P for shares P of changed weights."""
+    """delta.floor_share_P, delta.encode_P and delta.apply_P for shares P of changed weights, and
+    delta.floor_share_recorded_lrR for learning rates R."""
     layers, runs = AMOUNT[length]
     figures = []
     for density in DENSITIES:
@@ -33,7 +41,33 @@ def run(length: Length) -> list[Figure]:
         figures.append(trial.floor_share())
         if density in TIMED:
             figures += trial.timings(runs)
-    return figures
+    return figures + [recorded_share(rate, slices) for rate, slices in recorded().items()]
+
+
+def recorded() -> dict[str, dict[str, np.ndarray]]:
+    """Learning rate -> name -> differences of the bits (uint16) that one training step made in that slice."""
+    rates = msgpack.unpackb(zstandard.decompress(RECORDING.read_bytes()))
+    return {rate: {name: np.frombuffer(raw, "<u2") for name, raw in slices.items()} for rate, slices in rates.items()}
+
+
+def recorded_share(rate: str, slices: dict[str, np.ndarray]) -> Figure:
+    """The size of one recorded delta. The codec sees differences alone, so the base may as well be 0."""
+    writer = DeltaWriter(blocks=sum(1 for d in slices.values() for _ in blocks(len(d))))
+    floor = 0.0
+    for differences in slices.values():
+        base = np.zeros_like(differences)
+        floor += floor_bytes(base, differences)
+        for start, stop in blocks(len(base)):
+            writer.add(base[start:stop], differences[start:stop])
+    payload = writer.finish()
+    return Figure(
+        figure=f"delta.floor_share_recorded_lr{rate}",
+        value=len(payload) / 1e6,
+        unit="MB",
+        against="entropy of positions and differences, slices of a real step's delta",
+        reference=floor / 1e6,
+        ratio=floor / len(payload),
+    )
 
 
 class _Trial:
@@ -88,7 +122,7 @@ class _Trial:
             weights, others = (self.after, self.before) if i % 2 == 0 else (self.before, self.after)
             self._load(weights)
             start = time.perf_counter()
-            same = [np.array_equal(weights[name], others[name]) for name in names]
+            same = [np.array_equal(weights[name].view(np.uint64), others[name].view(np.uint64)) for name in names]
             compare.append(time.perf_counter() - start)
             assert not all(same)
             start = time.perf_counter()
@@ -103,8 +137,14 @@ class _Trial:
             copy.append(time.perf_counter() - start)
         size = self.mirror.nbytes / 1e9
         return [
-            _rate(f"delta.encode_{self.density:g}", encode, "comparing the two copies", compare, size),
-            _rate(f"delta.apply_{self.density:g}", apply, "copying all weights", copy, size),
+            _rate(
+                f"delta.encode_{self.density:g}",
+                encode,
+                "comparing the two copies, 64 bits at a time, one thread as ours",
+                compare,
+                size,
+            ),
+            _rate(f"delta.apply_{self.density:g}", apply, "copying all weights, one thread as ours", copy, size),
         ]
 
     def _weights(self, numel: int) -> np.ndarray:
@@ -124,7 +164,7 @@ class _Trial:
 
 
 def floor_bytes(before: np.ndarray, after: np.ndarray) -> float:
-    """n * (H(p) + p * H(difference)) bits, as bytes."""
+    """n * (H(p) + p * H(difference)) bits, as bytes; p is the changed share."""
     difference = (after - before)[after != before]
     n, p = len(before), len(difference) / len(before)
     positions = 0.0 if p in (0.0, 1.0) else -p * np.log2(p) - (1 - p) * np.log2(1 - p)
