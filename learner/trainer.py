@@ -245,6 +245,8 @@ def engine_config(learner: schema.Learner, *, cpu: bool) -> dict[str, Any]:
     if cpu:
         # Pieces that fit a CPU's caches and that malloc keeps, where fresh pages would cost more than the arithmetic.
         zero |= {"reduce_bucket_size": 8_000_000, "sub_group_size": 8_000_000}
+    if learner.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not cpu}
     if learner.ranks == 1:
         # Nothing to scatter, and this path has no copies for it.
         zero["reduce_scatter"] = False
@@ -255,6 +257,7 @@ def engine_config(learner: schema.Learner, *, cpu: bool) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_clipping": learner.max_grad_norm,
         "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on either side
         "steps_per_print": 1 << 40,
     }
 

@@ -101,6 +101,17 @@ def test_clipping_scales_the_gradient_and_reports_the_norm_before_it(results, ra
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+def test_an_offloaded_optimizer_makes_the_same_weights(results, ranks) -> None:
+    offloaded, whole = results[ranks][0]["offloaded"], results[ranks][0]["whole"]
+    before = {f"model.{n}": p.detach() for n, p in model().named_parameters()}
+    moved = {n: w - before[n] for n, w in whole["weights"].items()}
+    assert _norm(moved) > 0
+    assert _distance({n: w - before[n] for n, w in offloaded["weights"].items()}, moved) < 1e-3
+    for ours, theirs in zip(offloaded["shards"], whole["shards"], strict=True):
+        assert ours[:3] == theirs[:3]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_two_steps_under_recomputed_proximals_follow_adam(results, ranks) -> None:
     batch, policy = random_batch(trainer_program.SEED), model().double()
     learner = trainer_program.LEARNER
@@ -135,7 +146,7 @@ def test_two_steps_under_recomputed_proximals_follow_adam(results, ranks) -> Non
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_shards_are_the_published_weights_under_checkpoint_names(results, ranks) -> None:
-    for variant in ("whole", "two steps"):
+    for variant in ("whole", "two steps", "offloaded"):
         weights = {n.removeprefix("model."): w for n, w in results[ranks][0][variant]["weights"].items()}
         assert "lm_head.weight" not in weights  # tied
         for parts in zip(*(rank[variant]["shards"] for rank in results[ranks]), strict=True):

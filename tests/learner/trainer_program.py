@@ -31,6 +31,7 @@ VARIANTS = {
     "split": {"micro_batch_tokens": 30, "decay": DECAY},
     "unshared": {"micro_batch_tokens": 30, "share_prompts": False},
     "clipped": {"max_grad_norm": CLIP},
+    "offloaded": {"offload_optimizer": True},
     "two steps": {"mini_batches": 2, "correction": schema.Correction(name="decoupled"), "micro_batch_tokens": 60},
 }
 SEED = 5
