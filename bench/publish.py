@@ -23,10 +23,12 @@ import torch
 import trio
 from safetensors.torch import save_file
 
+from lachesis_bench.delta import recorded
 from lachesis_bench.figures import Figure, Length
 from lachesis_bench.publish_fleet import Fleet, open_fleet
 from lachesis_learner.publisher import Publisher
 from lachesis_learner.shards import Shard, ShardEncoder
+from lachesis_transport.weights.codec import DeltaWriter, blocks
 from lachesis_transport.weights.layout import Layout
 
 Channel = Literal["collective", "stream"]
@@ -64,12 +66,38 @@ SHAPES: dict[str, tuple[int, int, int, int, int]] = {
 
 
 def run(length: Length) -> list[Figure]:
-    """publish.encode, publish.transfer, publish.stage and publish.whole."""
-    figures = []
+    """publish.bytes_lr1e-6, and publish.encode, publish.transfer, publish.stage and publish.whole."""
+    figures = [recorded_bytes("1e-6")]
     for size, cases, runs in CASES[length]:
         with tempfile.TemporaryDirectory(prefix="lachesis-bench-") as folder:
             figures += trio.run(measure, Path(folder), size, cases, runs)
     return figures
+
+
+def recorded_bytes(rate: str) -> Figure:
+    """All weights to the delta of a real step. Of that slices were recorded (bench/record_deltas.py): each stands for
+    the tensors of its kind in a third of the layers."""
+    vocabulary, hidden, inner, keys, layers = SHAPES["135m"]
+    columns = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), inner) | dict.fromkeys(("q_proj", "o_proj"), hidden)
+    columns |= dict.fromkeys(("k_proj", "v_proj"), keys)
+    full = small = 0.0
+    for name, differences in recorded()[rate].items():
+        kind = name.removesuffix(".weight").rpartition(".")[2]
+        numel = hidden * columns.get(kind, 1) * layers / 3 if "layers" in name else hidden
+        if kind == "embed_tokens":
+            numel *= vocabulary
+        writer = DeltaWriter(blocks=sum(1 for _ in blocks(len(differences))))
+        base = np.zeros_like(differences)  # the codec sees differences alone
+        for start, stop in blocks(len(base)):
+            writer.add(base[start:stop], differences[start:stop])
+        full += 2 * numel
+        small += len(writer.finish()) * numel / len(base)
+    return Figure(
+        figure=f"publish.bytes_lr{rate}",
+        value=full / small,
+        unit="times",
+        against="fewer bytes than all weights: slices of a real step of SmolLM2-135M",
+    )
 
 
 async def measure(folder: Path, size: str, cases: Sequence[Case], runs: int) -> list[Figure]:
