@@ -4,9 +4,9 @@
 
 For each learning rate SmolLM2-135M takes policy-gradient steps as a learner does (bf16 weights, float32 master copy,
 AdamW with the learner's defaults, gradients clipped to 1) on windows of this repository's documents, whose advantages
-have mean 0. The steps that fill Adam's averages are skipped, the next one is recorded: from each kind of tensor in the
-first, a middle and the last layer a slice of the difference of the bits modulo 2^16. The bits themselves aren't kept,
-because the codec sees the differences alone. Printed for each rate: the whole model's changed share, bytes and floor.
+have mean 0. The steps that fill Adam's averages are skipped and the next one is recorded: from each kind of tensor in
+the first, a middle and the last layer a slice of the difference of the bits modulo 2^16. The bits themselves aren't
+kept, because the codec sees the differences alone. Printed for each rate: the whole model's changed share and bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def record(rate: str, *, dump: Path | None = None) -> dict[str, bytes]:
     folder = resolve_model(MODEL)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     live = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    masters = {name: weight.detach().float().requires_grad_() for name, weight in live.items()}
+    masters = {name: _master(weight.detach()).requires_grad_() for name, weight in live.items()}
     adam = torch.optim.AdamW(masters.values(), lr=float(rate), betas=(0.9, 0.999), weight_decay=0.0)
     shards = [Shard(name=n, flat=w.detach().view(-1), start=0, numel=w.numel()) for n, w in live.items()]
     encoder = ShardEncoder(shards, rank=0, ranks=1)
@@ -79,6 +79,16 @@ def record(rate: str, *, dump: Path | None = None) -> dict[str, bytes]:
             difference = (after[name] - before[name])[: SLICE[rate]]
             kept[name] = difference.astype("<u2").tobytes()
     return kept
+
+
+def _master(weight: torch.Tensor) -> torch.Tensor:
+    """A float32 weight anywhere among those that round to this bf16 one, as they lie after many steps.
+
+    At the start of a run both are the same, and for hundreds of small steps far fewer weights change.
+    """
+    bits = weight.float().view(torch.int32)
+    within = torch.randint(-(1 << 15) + 1, 1 << 15, bits.shape, dtype=torch.int32)
+    return torch.where(weight == 0, bits, bits + within).view(torch.float32)
 
 
 def _windows(folder: Path):  # type: ignore[no-untyped-def]

@@ -191,7 +191,7 @@ def take_sparse(base, new, at, last, shift, finite, codes, low, gaps, nibbles, m
         for i in range(len(at) - 1, -1, -1):
             base[at[i]] -= np.uint16(_unzigzag(np.int64(codes[i])))
             if new[at[i]] & 0x7F80 == 0x7F80:
-                bad = i
+                bad = np.int64(i)
     return bad, in_gaps, in_middle, in_words
 
 
