@@ -203,9 +203,10 @@ class Model:
         self._before[self._at] = self.bits[self._at]
         self.bits[self._at] += self._steps
         self._steps = -self._steps
+        now, before = self.bits.view(np.uint64), self._before.view(np.uint64)  # numpy's fastest comparison
         began = time.monotonic()
         same = [
-            np.array_equal(self.bits[start : start + n], self._before[start : start + n])
+            np.array_equal(now[start // 4 : (start + n) // 4], before[start // 4 : (start + n) // 4])
             for start, n in zip(self._layout.offsets, self._layout.numels, strict=True)
         ]
         seconds = time.monotonic() - began
@@ -226,10 +227,10 @@ class Times:
         """transfer and whole; encode and stage too, which depend on the model more than on the channel, if asked."""
         made = []
         if parts:
-            made.append(_figure(f"publish.encode_{model}", self.encode, "comparing the two copies"))
+            made.append(_figure(f"publish.encode_{model}", self.encode, "comparing the two copies, one thread as ours"))
         made.append(_figure(f"publish.transfer_{model}_{how}", self.transfer, "carrying the same bytes, plain"))
         if parts:
-            made.append(_figure(f"publish.stage_{model}", self.stage, "copying all weights"))
+            made.append(_figure(f"publish.stage_{model}", self.stage, "copying all weights, one thread as ours"))
         made.append(_figure(f"publish.whole_{model}_{how}", self.whole, "carrying and copying all weights, plain"))
         return made
 
