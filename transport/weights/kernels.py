@@ -42,7 +42,7 @@ def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     def compile_it(kernel: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return njit(signature, nogil=True, cache=True)(kernel)
-        except RuntimeError:  # no folder can be written: compile for this process alone
+        except (RuntimeError, OSError):  # no folder can be written: compile for this process alone
             return njit(signature, nogil=True)(kernel)
 
     return compile_it
