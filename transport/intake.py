@@ -223,7 +223,7 @@ class Intake(State):
             self._ledger.counts["groups_duplicate"] += 1
             return PutResult("duplicate")
         try:
-            ticket, order = self._check(group, actor)
+            ticket, order, versions = self._check(group, actor)
         except MessageError as error:
             self._ledger.counts["groups_invalid"] += 1
             return PutResult("invalid", str(error))
@@ -236,7 +236,7 @@ class Intake(State):
         entry = Entry(
             group_id=name,
             order=order,
-            versions=group.versions,
+            versions=versions,
             nbytes=len(content) + OVERHEAD_BYTES,
             actor=actor,
             environment=group.environment,
@@ -287,7 +287,8 @@ class Intake(State):
         if client is not None:
             client.cancel(ticket.ask)
 
-    def _check(self, group: Group, actor: str) -> tuple[Ticket | None, tuple[int, int]]:
+    def _check(self, group: Group, actor: str) -> tuple[Ticket | None, tuple[int, int], tuple[int, ...]]:
+        """Its ticket while that is open, its place in the order of age, and the versions of its trained tokens."""
         if group.actor != actor:
             raise MessageError(f"actor: {group.actor!r}, expected {actor!r}, which sends it")
         # A batch travels as one message.
@@ -295,7 +296,8 @@ class Intake(State):
         if group.nbytes > limit:
             raise MessageError(f"trajectories: {group.nbytes} bytes, expected at most {limit} for a group of a batch")
         group.validate()
-        for version in group.versions:
+        versions = group.versions
+        for version in versions:
             try:
                 self._require_published(version)
             except ReplayError as error:
@@ -304,7 +306,7 @@ class Intake(State):
             expected = content_id(group.trajectories)
             if group.group_id != expected:
                 raise MessageError(f"group_id: {group.group_id!r}, expected {expected!r}: a group without a ticket")
-            return None, (self._next_ticket, 0)
+            return None, (self._next_ticket, 0), versions
         number, _, index = group.group_id.partition(":")
         if number != str(group.ticket) or not index.isascii() or not index.isdigit() or index != str(int(index[:9])):
             raise MessageError(f"group_id: {group.group_id!r}, expected '{group.ticket}:' and an index")
@@ -317,7 +319,7 @@ class Intake(State):
             raise MessageError(
                 f"environment: {group.environment!r}, expected that of its ticket, {ticket.environment!r}"
             )
-        return ticket, (group.ticket, int(index))
+        return ticket, (group.ticket, int(index)), versions
 
     def _require_published(self, version: int) -> None:
         if not self.lineage.is_published(version):

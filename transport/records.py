@@ -112,6 +112,26 @@ class Entry:
         )
 
 
+class Ready(dict[str, Entry]):
+    """The groups that a batch may take, by id, and how many bytes they are."""
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        super().__init__()
+        self.nbytes = 0
+        for entry in entries:
+            self[entry.group_id] = entry
+
+    def __setitem__(self, name: str, entry: Entry) -> None:
+        if name in self:
+            self.nbytes -= self[name].nbytes
+        super().__setitem__(name, entry)
+        self.nbytes += entry.nbytes
+
+    def __delitem__(self, name: str) -> None:
+        self.nbytes -= self[name].nbytes
+        super().__delitem__(name)
+
+
 @dataclass(slots=True, kw_only=True)
 class Lease:
     """B groups to train one version with; it stays when it is trained, until a checkpoint holds it."""

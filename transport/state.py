@@ -13,7 +13,7 @@ from lachesis_transport.ledger import Ledger
 from lachesis_transport.lineage import Lineage
 from lachesis_transport.messages import Scores
 from lachesis_transport.presence import Client, Presence
-from lachesis_transport.records import Entry, Lease, Ticket
+from lachesis_transport.records import Entry, Lease, Ready, Ticket
 from lachesis_transport.store import Refused, Writing
 from lachesis_transport.tables import Table
 
@@ -39,7 +39,7 @@ class State:
         self._batches: Table[int, Lease] = Table("batch", Lease.to_row)
         self._asks: dict[tuple[str, int], Ticket] = {}
         self._open: Counter[str] = Counter()
-        self._ready: dict[str, Entry] = {}
+        self._ready = Ready()
         self._lease: Lease | None = None
         self._next_ticket = 0
         self._learner: str | None = None
@@ -75,11 +75,18 @@ class State:
         due = [first] * len(leased)
         for entry in leased:
             due += places(entry, rules, first, last=last)[1:]
+        found: dict[tuple[int, int], list[int]] = {}  # few are different
         for entry in self._ready.values():
-            due += places(entry, rules, first, last=last)
+            alike = entry.deadline, entry.uses
+            if alike not in found:
+                found[alike] = places(entry, rules, first, last=last)
+            due += found[alike]
+        issued: dict[int, list[int]] = {}
         for ticket in self._tickets.values():
-            if ticket.deadline >= first or rules.late != "mask_tokens":  # no batch waits for an overdue one there
-                due += places(ticket, rules, first, last=last)
+            if ticket.deadline not in issued:
+                overdue = ticket.deadline < first and rules.late == "mask_tokens"  # no batch waits for it
+                issued[ticket.deadline] = [] if overdue else places(ticket, rules, first, last=last)
+            due += issued[ticket.deadline]
         return due
 
     def _due(self, version: int) -> int:
@@ -148,7 +155,7 @@ class State:
     @property
     def bytes_held(self) -> int:
         """Bytes of the groups that are ready or leased."""
-        return sum(e.nbytes for e in self._ready.values()) + (self._lease.nbytes if self._lease else 0)
+        return self._ready.nbytes + (self._lease.nbytes if self._lease else 0)
 
     @property
     def bytes_uncommitted(self) -> int:
@@ -252,7 +259,7 @@ class State:
                 self._lease = lease
         self._asks = {(ticket.actor, ticket.ask): ticket for ticket in self._tickets.values()}
         self._open = Counter(ticket.actor for ticket in self._tickets.values())
-        self._ready = {entry.group_id: entry for entry in self._entries.values() if entry.ready}
+        self._ready = Ready(entry for entry in self._entries.values() if entry.ready)
         self._find_deadlines()
         if self._lease is not None and max(self._lease.distances.values()) > self.rules.staleness_max:
             self._return_lease()  # the bound was lowered
@@ -312,7 +319,8 @@ class State:
         del self._tickets[ticket.number]
         del self._asks[ticket.actor, ticket.ask]
         self._open[ticket.actor] -= 1
-        self._open += Counter()  # without zeros
+        if not self._open[ticket.actor]:
+            del self._open[ticket.actor]
         self._ledger.end_ticket(ticket.number, reason)
         if not ticket.used:
             self._return_item(ticket.environment, ticket.item, ticket.attempts, "stale" if ticket.groups else reason)
