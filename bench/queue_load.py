@@ -235,4 +235,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "echo":
         _serve_echo()
     else:
-        trio.run(_serve_queue, *sys.argv[2:])
+        trio.run(_serve_queue, sys.argv[2], sys.argv[3])

@@ -164,8 +164,8 @@ class _Queue:
 
     async def train(self, groups: int) -> None:
         """Train what was put, and let go of it."""
+        assert self._version is not None
         for _ in range(groups // BATCH):
-            assert self._version is not None
             await self._consumer.lease(self._version)
             await self._consumer.trained(self._version)
             await self.publish()
