@@ -20,6 +20,7 @@ The messages are those of docs/weights.md.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -116,7 +117,7 @@ class Publisher:
         self._log = VersionLog(layout, lease_seconds=deadline_seconds, kept=kept)
         self._files = files
         self._mirror_in_use = trio.Lock()
-        self._membership = Membership(deadline_seconds=deadline_seconds)
+        self._membership = Membership(deadline_seconds=deadline_seconds, first=secrets.randbits(60))
         self._peers: dict[int, bytes] = {}
         self._finished = False
         self._changed = trio.Event()

@@ -1,20 +1,31 @@
 """An actor without vLLM, for tests: the real weight client and real receiver threads around an engine that only copies.
 
-Run as a program: python member_process.py ADDRESS NAME FOLDER WORKERS DEADLINE. Prints one JSON line an event.
+Run as a program: python member_process.py ADDRESS NAME FOLDER WORKERS DEADLINE [STRIKE]. Prints one JSON line an event.
+STRIKE is WHERE:SIGNAL: in the middle of the first transfer of at least STRIKE_BYTES by `collective`, `stream` it sends
+itself that signal, after the event `struck`.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import trio
 
 from lachesis_actors.weight_client import follow_weights
 from lachesis_actors.weight_receiver import Receiver, open_receiver
 from lachesis_configs.schema import Actor, Config, Engine, Weights
+from lachesis_transport.weights.collective import Group
+
+STRIKE_BYTES = 4 << 20
+UNTOUCHED = 0xA5
 
 
 class CopyingEngine:
@@ -62,18 +73,76 @@ class CopyingEngine:
             receiver.stop()
 
 
-def member_config(address: str, *, workers: int, deadline: float) -> Config:
+def member_config(
+    address: str, *, workers: int, deadline: float, channel: Literal["auto", "stream"] = "auto"
+) -> Config:
     return Config(
         weights=Weights(address=address, deadline_seconds=deadline),
-        actor=Actor(engine=Engine(tensor_parallel=workers)),
+        actor=Actor(engine=Engine(tensor_parallel=workers), weights_channel=channel),
     )
 
 
-async def main(address: str, name: str, folder: str, workers: str, deadline: str) -> None:
+def strike_in_the_middle(where: str, number: int, say: Callable[..., None]) -> None:
+    """Send this process a signal once part of a large payload has come and part has not."""
+    struck = False
+
+    def strike() -> None:
+        nonlocal struck
+        struck = True
+        say("struck", where=where)
+        os.kill(os.getpid(), number)
+
+    broadcast, chunk = Group.broadcast, Receiver._chunk
+
+    def broadcast_and_strike(self: Group, buffer: np.ndarray, *, seconds: float) -> None:
+        def watch() -> None:
+            while not over.is_set():
+                if (buffer[:64] != UNTOUCHED).any():
+                    # A watcher that was held up too long leaves this transfer alone; the next one is as good.
+                    if (buffer[-64:] == UNTOUCHED).all():
+                        strike()
+                    return
+
+        over = threading.Event()
+        if struck or len(buffer) < STRIKE_BYTES:
+            broadcast(self, buffer, seconds=seconds)
+            return
+        buffer[:] = UNTOUCHED
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            broadcast(self, buffer, seconds=seconds)
+        finally:
+            over.set()
+
+    def chunk_and_strike(self: Receiver, message: dict[str, Any], frame: memoryview | None) -> dict[str, Any]:
+        answer = chunk(self, message, frame)
+        size = len(self._transfer.buffer)  # type: ignore[union-attr]
+        if not struck and size >= STRIKE_BYTES and size // 3 < answer["received"] < size:
+            strike()
+        return answer
+
+    if where == "collective":
+        Group.broadcast = broadcast_and_strike  # type: ignore[method-assign]
+    else:
+        Receiver._chunk = chunk_and_strike  # type: ignore[method-assign]
+
+
+def end_with_the_test() -> None:
+    """Nobody holds the other end of stdin any more."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+async def main(address: str, name: str, folder: str, workers: str, deadline: str, strike: str = "never") -> None:
     engine = CopyingEngine(Path(folder), workers=int(workers))
 
     def say(kind: str, **fields: Any) -> None:
         print(json.dumps({"kind": kind, **fields}), flush=True)
+
+    if strike != "never":
+        where, number = strike.split(":")
+        strike_in_the_middle(where, signal.Signals[number], say)
+    threading.Thread(target=end_with_the_test, daemon=True).start()
 
     try:
         await follow_weights(

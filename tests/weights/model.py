@@ -44,5 +44,10 @@ class Learner:
             at = torch.rand(tensor.shape, generator=self.generator) < share
             tensor[at] *= 1 + 2**-7
 
+    def scramble(self) -> None:
+        """Move all weights so far that the change is about as large as they are."""
+        for tensor in self.tensors.values():
+            tensor.copy_(torch.randn(tensor.shape, generator=self.generator).to(torch.bfloat16))
+
     def blobs(self, *, anchor: bool = False) -> list[bytes]:
         return [encoder.encode(anchor=anchor).to_wire() for encoder in self.encoders]

@@ -91,6 +91,19 @@ def test_a_repeated_join_changes_nothing() -> None:
     assert len(membership.members) == 1
 
 
+def test_tokens_and_epochs_of_two_publishers_do_not_meet() -> None:
+    memberships = [Membership(deadline_seconds=5.0, first=first) for first in (1, 1_000)]
+    seen = []
+    for membership in memberships:
+        membership.begin(0, now=0.0)
+        membership.end()
+        (token,) = current(membership, "a")
+        membership.begin(1, now=0.0)
+        seen.append((token, membership.compose()[0].epoch))
+    assert seen == [(1, 1), (1_000, 1_000)]
+    assert not memberships[1].hear(1, now=0.0)
+
+
 def test_silence_ends_a_membership() -> None:
     membership = Membership(deadline_seconds=5.0)
     a, b = current(membership, "a", "b")

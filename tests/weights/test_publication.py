@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,76 +13,10 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from member_process import CopyingEngine, member_config
+from fleet import Member, free, joined, serving, until
 from model import Learner, write_model
 
-from lachesis_actors.weight_client import follow_weights
 from lachesis_learner.publisher import Publisher
-from lachesis_transport.weights.mirror import Mirror
-
-PROCESS = Path(__file__).with_name("member_process.py")
-
-
-@asynccontextmanager
-async def serving(learner: Learner, *, channel: str = "collective", deadline: float = 10.0) -> AsyncIterator[Publisher]:
-    publisher = Publisher(
-        address="tcp://127.0.0.1:0",
-        layout=learner.layout,
-        channel=channel,  # type: ignore[arg-type]
-        deadline_seconds=deadline,
-    )
-    async with trio.open_nursery() as nursery:
-        await nursery.start(publisher.serve)
-        yield publisher
-        nursery.cancel_scope.cancel()
-
-
-class Member:
-    """A weight client in this process."""
-
-    def __init__(self, publisher: Publisher, folder: Path, *, name: str, workers: int, deadline: float) -> None:
-        self.engine = CopyingEngine(folder, workers=workers)
-        self.events: list[dict[str, Any]] = []
-        self.active: list[int] = []
-        self.follow = partial(
-            follow_weights,
-            config=member_config(publisher.address, workers=workers, deadline=deadline),
-            actor=name,
-            engine=self.engine,
-            report=lambda kind, **fields: self.events.append({"kind": kind, **fields}),
-            on_active=self.active.append,
-        )
-
-    def kinds(self) -> list[str]:
-        return [event["kind"] for event in self.events]
-
-    def assert_serves(self, learner: Learner) -> None:
-        for bits in self.engine.served:
-            mirror = Mirror(learner.layout)
-            mirror.bits[:] = bits
-            for name, tensor in mirror.tensors():
-                assert torch.equal(tensor.view(torch.int16), learner.tensors[name].view(-1).view(torch.int16)), name
-
-
-@asynccontextmanager
-async def joined(
-    publisher: Publisher, folder: Path, *, name: str = "actor-0", workers: int = 1, deadline: float = 10.0
-) -> AsyncIterator[Member]:
-    member = Member(publisher, folder, name=name, workers=workers, deadline=deadline)
-    try:
-        async with trio.open_nursery() as nursery:
-            await nursery.start(member.follow)
-            await until(lambda: name in publisher.members)
-            yield member
-            nursery.cancel_scope.cancel()
-    finally:
-        member.engine.stop()
-
-
-async def until(condition: Callable[[], bool], *, seconds: float = 15.0) -> None:
-    with trio.fail_after(seconds):
-        while not condition():
-            await trio.sleep(0.01)
 
 
 @pytest.mark.trio
@@ -123,6 +49,54 @@ async def test_members_serve_each_version_bit_for_bit(tmp_path: Path, channel: s
             assert member.engine.calls[1:4] == ["pause True", "update 1", "resume"]
             assert "healed" not in member.kinds()
             assert member.engine.served_label == "4"
+
+
+@pytest.mark.trio
+async def test_an_actor_with_a_slow_link_streams_while_others_use_the_collective(tmp_path: Path) -> None:
+    learner = Learner(write_model(tmp_path), ranks=2)
+    async with serving(learner) as publisher:
+        await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
+        async with joined(publisher, tmp_path, name="slow", channel="stream") as slow:
+            learner.step()
+            report = await publisher.publish(version=1, parent=0, blobs=learner.blobs())
+            assert (report.members, report.channel) == (("slow",), "stream")
+            async with joined(publisher, tmp_path, name="fast", workers=2) as fast:
+                received = trace_collectives(slow, fast)
+                for version in (2, 3):
+                    learner.step()
+                    report = await publisher.publish(version=version, parent=version - 1, blobs=learner.blobs())
+                    assert (sorted(report.members), report.channel) == (["fast", "slow"], "collective")
+                    for member in (slow, fast):
+                        await until(lambda member=member, version=version: member.active[-1] == version)
+                        member.assert_serves(learner)
+                assert received == [0, 2 * 2]
+
+
+def trace_collectives(*members: Member) -> list[int]:
+    """Deltas that each member's receivers take from collectives from now on."""
+    counts = [0] * len(members)
+    for i, member in enumerate(members):
+        for receiver in member.engine.receivers:
+            obey = receiver.obey
+
+            def count(message: dict[str, Any], frame: Any = None, *, i: int = i, obey: Any = obey) -> dict[str, Any]:
+                counts[i] += message["op"] == "receive"
+                return obey(message, frame)
+
+            receiver.obey = count  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.trio
+async def test_what_is_said_to_another_publisher_is_fenced(tmp_path: Path) -> None:
+    learner = Learner(write_model(tmp_path), ranks=1)
+    tokens = []
+    for _ in range(2):
+        async with serving(learner) as publisher:
+            await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
+            async with joined(publisher, tmp_path):
+                tokens += [member.token for member in publisher._membership.members]
+    assert abs(tokens[0] - tokens[1]) > 1_000_000
 
 
 @pytest.mark.trio
@@ -199,16 +173,6 @@ async def test_a_publisher_that_comes_back_finds_its_members_again(tmp_path: Pat
         member.engine.stop()
 
 
-def free(address: str) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", int(address.rpartition(":")[2])))
-        except OSError:
-            return False
-        return True
-
-
 @pytest.mark.trio
 async def test_a_corrupt_mirror_is_noticed_and_healed_from_an_anchor(tmp_path: Path) -> None:
     learner = Learner(write_model(tmp_path), ranks=1)
@@ -262,89 +226,6 @@ async def test_what_does_not_follow_is_refused(tmp_path: Path) -> None:
         await publisher.publish(version=0, parent=None, blobs=blobs)
         with pytest.raises(ValueError, match="parent: 5, expected the newest version 0"):
             await publisher.publish(version=6, parent=5, blobs=learner.blobs())
-
-
-class Process:
-    """An actor without vLLM in a process of its own."""
-
-    def __init__(self, publisher: Publisher, folder: Path, *, name: str, deadline: float) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.popen = subprocess.Popen(
-            [sys.executable, str(PROCESS), publisher.address, name, str(folder), "1", str(deadline)],
-            stdout=subprocess.PIPE,
-        )
-
-    async def read(self) -> None:
-        assert self.popen.stdout is not None
-        stream = trio.lowlevel.FdStream(os.dup(self.popen.stdout.fileno()))
-        buffer = b""
-        async for piece in stream:
-            buffer += piece
-            *lines, buffer = buffer.split(b"\n")
-            self.events.extend(json.loads(line) for line in lines)
-
-    def active(self) -> list[int]:
-        return [event["version"] for event in self.events if event["kind"] == "active"]
-
-
-@pytest.mark.trio
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("when", ["before", "during"])
-async def test_a_member_that_dies_or_freezes_costs_one_deadline_once(
-    tmp_path: Path, fault: signal.Signals, when: str
-) -> None:
-    deadline = 2.5
-    learner = Learner(write_model(tmp_path, scale=1000), ranks=1)
-    async with serving(learner, deadline=deadline) as publisher, trio.open_nursery() as nursery:
-        await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
-        victim = Process(publisher, tmp_path, name="victim", deadline=deadline)
-        try:
-            nursery.start_soon(victim.read)
-            async with joined(publisher, tmp_path, deadline=deadline) as healthy:
-                await until(lambda: set(publisher.members) == {"actor-0", "victim"}, seconds=60)
-                learner.step(share=0.9)
-                both = await publisher.publish(version=1, parent=0, blobs=learner.blobs())
-                assert sorted(both.members) == ["actor-0", "victim"]
-                await until(lambda: victim.active()[-1] == 1)
-
-                learner.step(share=0.9)  # 15 MB of payload: enough for a fault in the middle of it
-                blobs = learner.blobs()
-                if when == "before":
-                    victim.popen.send_signal(fault)
-                else:
-                    nursery.start_soon(strike, victim, fault)
-                report = await publisher.publish(version=2, parent=1, blobs=blobs)
-                assert report.members == ("actor-0",)
-                assert list(report.removed) == ["victim"]
-                assert deadline - 0.5 < report.seconds < deadline + 0.5
-                await until(lambda: healthy.active[-1] == 2)
-                healthy.assert_serves(learner)
-
-                learner.step()
-                after = await publisher.publish(version=3, parent=2, blobs=learner.blobs())
-                assert after.members == ("actor-0",)
-                assert after.channel == "collective"
-                assert after.seconds < deadline / 2
-
-                if fault == signal.SIGSTOP:
-                    victim.popen.send_signal(signal.SIGCONT)
-                    await until(lambda: victim.active()[-1] == 3 and len(publisher.members) == 2, seconds=30)
-                    learner.step()
-                    again = await publisher.publish(version=4, parent=3, blobs=learner.blobs())
-                    assert sorted(again.members) == ["actor-0", "victim"]
-                    assert again.channel == "collective"
-                    await until(lambda: victim.active()[-1] == 4)
-                    activations = [e for e in victim.events if e["kind"] == "activation"]
-                    assert activations[-1]["checksum"] == again.checksum
-        finally:
-            victim.popen.kill()
-            victim.popen.wait()
-            nursery.cancel_scope.cancel()
-
-
-async def strike(victim: Process, fault: signal.Signals) -> None:
-    await trio.sleep(0.008)
-    victim.popen.send_signal(fault)
 
 
 def test_non_finite_weights_are_refused_by_name(tmp_path: Path) -> None:

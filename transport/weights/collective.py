@@ -8,6 +8,7 @@ thread.
 from __future__ import annotations
 
 import socket
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -90,6 +91,7 @@ class Group:
                 store = dist.TCPStore(LOOPBACK, spec.port, is_master=False, timeout=timeout)
             keys = dist.PrefixStore(spec.prefix, store)
             keys.set_timeout(timeout)
+            self._group: Any
             self._group, self._device = _build(keys, spec, timeout)
         except RuntimeError as error:  # torch's DistError family
             raise CollectiveFailed(f"epoch {spec.epoch}: group not built: {_first_line(error)}") from error
@@ -98,23 +100,36 @@ class Group:
         """Rank 0's bytes (uint8[n]) into everybody's buffer, within `seconds`. Raises CollectiveFailed."""
         if not len(buffer):
             return
+        group = self._group
+        if group is None:
+            raise CollectiveFailed(f"epoch {self.spec.epoch}: this rank has left")
         host = torch.from_numpy(buffer)
         tensor = host if self._device.type == "cpu" else host.to(self._device)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=seconds)
+        work = None
         try:
-            self._group.broadcast([tensor], options).wait(options.timeout)
+            work = group.broadcast([tensor], options)
+            work.wait(options.timeout)
             if tensor is not host:
                 torch.cuda.synchronize(self._device)
                 host.copy_(tensor)
         except RuntimeError as error:
             raise CollectiveFailed(f"epoch {self.spec.epoch}: broadcast: {_first_line(error)}") from error
+        finally:
+            # They keep the connections open, and the error's traceback would keep them.
+            del work, group
 
     def close(self) -> None:
         """Leave; peers that still wait for this rank fail at once."""
-        self._group.abort()
+        if self._group is None:
+            return
+        held, self._group = [self._group], None
+        held[0].abort()
+        # Connections close with the last reference, which waits for an operation that is still under way.
+        threading.Thread(target=held.clear, name="leave-group", daemon=True).start()
 
 
 def _build(keys: dist.Store, spec: GroupSpec, timeout: timedelta) -> tuple[Any, torch.device]:

@@ -71,13 +71,15 @@ class Membership:
 
     Args:
         deadline_seconds: what a member that is dead or hangs may cost, once; also the silence that ends a membership.
+        first: tokens and epochs count up from here. Take a number far from those of any other publisher, so that
+            members of an earlier one are fenced, and do not mistake a group for one that they are in.
     """
 
-    def __init__(self, *, deadline_seconds: float) -> None:
+    def __init__(self, *, deadline_seconds: float, first: int = 1) -> None:
         self._deadline_seconds = deadline_seconds
         self._members: dict[int, Member] = {}
-        self._next_token = 1
-        self._epoch = 0
+        self._next_token = first
+        self._epoch = first - 1
         self._composition: Composition | None = None
         self._round: Round | None = None
         self.newest: int | None = None
