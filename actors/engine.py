@@ -164,6 +164,8 @@ def engine_environment(
     env["VLLM_SERVER_DEV_MODE"] = "1"
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["HF_HUB_OFFLINE"] = "1"
+    # Longer than the client keeps an idle connection, so that no request meets one that vLLM is about to close.
+    env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"
     if cpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(config.kv_cache_gib))
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
