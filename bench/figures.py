@@ -19,7 +19,7 @@ from rich.table import Table
 Length = Literal["short", "normal", "long"]
 """How much is measured: for seconds, for a quiet figure, for minutes."""
 
-BENCHES = ("transport", "queue", "chaos", "delta", "publish", "learner")
+BENCHES = ("transport", "queue", "chaos", "delta", "publish", "activation", "learner")
 """Modules of this package that may exist, in the order in which `all` runs them."""
 
 
