@@ -202,10 +202,12 @@ class _Follower:
 
     async def _heal(self) -> None:
         """Bring all workers to the newest version, whatever they hold, by stream."""
+        again = self.trouble is not None  # then nothing is believed that was hashed before
         while True:
             news = self._link.news
             assert news is not None
-            states = await self._workers.command("state", shards=news.shards)
+            states = await self._workers.command("state", shards=news.shards, again=again)
+            again = False
             if self._loaded is None and self._active is None:
                 self._loaded = next(iter(states.values()))["checksum"]
             lacking = {w: s["checksum"] for w, s in states.items() if s["checksum"] != news.checksum}

@@ -4,7 +4,8 @@ The thread keeps a checkpoint-format mirror of the weights on the host and bring
 generation goes on. It speaks only with its own actor process, over loopback ZeroMQ, and obeys these commands, one at a
 time; each answer carries the command's id:
 
-- state {shards}: hashes the mirror; answers version and checksum.
+- state {shards, again}: answers version and checksum; hashes the mirror for it, if again is true or what it last hashed
+  isn't what it holds any more.
 - know {version}: believes the actor that the mirror, whose checksum it has seen, is that version.
 - receive {version, parent, sizes, checksum, group, seconds}: takes a delta from the collective channel and applies it.
 - begin {version, parent, sizes, checksum, shards}, chunk {offset} + frame, ..., commit: the same in pieces.
@@ -90,6 +91,8 @@ class Receiver:
         self._token = token
         self._worker = worker
         self._group: Group | None = None
+        self._hashed: tuple[int, str] | None = None
+        """Shards and checksum of what the mirror holds; None when that isn't known."""
         self._transfer: _Transfer | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self.run, name="lachesis-weights", daemon=True)
@@ -157,7 +160,9 @@ class Receiver:
 
     def _state(self, message: dict[str, Any], _: memoryview | None) -> dict[str, Any]:
         shards = _shards(message)
-        return {"version": self.version, "checksum": self.mirror.checksum(shards=shards)}
+        if message.get("again", True) or self._hashed is None or self._hashed[0] != shards:
+            self._hashed = shards, self.mirror.checksum(shards=shards)
+        return {"version": self.version, "checksum": self._hashed[1]}
 
     def _know(self, message: dict[str, Any], _: memoryview | None) -> dict[str, Any]:
         self.version = take(message, "version", int)
@@ -183,7 +188,7 @@ class Receiver:
     def _begin(self, message: dict[str, Any], _: memoryview | None) -> dict[str, Any]:
         self._transfer = self._open(message)
         if self._transfer.parent is None:
-            self.version = None
+            self.version = self._hashed = None
         return {"bytes": len(self._transfer.buffer)}
 
     def _chunk(self, message: dict[str, Any], frame: memoryview | None) -> dict[str, Any]:
@@ -196,6 +201,7 @@ class Receiver:
             raise ReceiverRefused(f"chunk: ends at {offset + len(frame)}, expected at most {len(transfer.buffer)}")
         piece = np.frombuffer(frame, np.uint8)
         if transfer.parent is None:
+            self._hashed = None
             with self.lock:
                 transfer.buffer[offset : offset + len(piece)] = piece
         else:
@@ -240,14 +246,16 @@ class Receiver:
 
     def _stage(self, transfer: _Transfer) -> dict[str, Any]:
         with self.lock:
+            hashed, self._hashed = self._hashed, None
             self.version = None
             if transfer.parent is not None:
                 try:
                     self.mirror.apply(transfer.buffer.data, sizes=transfer.sizes)
                 except CodecError:
-                    self.version = transfer.parent  # nothing was written
+                    self.version, self._hashed = transfer.parent, hashed  # nothing was written
                     raise
             checksum = self.mirror.checksum(shards=transfer.shards)
+            self._hashed = transfer.shards, checksum
             if checksum == transfer.checksum:
                 self.version = transfer.version
         return {"version": self.version, "checksum": checksum}

@@ -54,6 +54,25 @@ def test_a_streamed_delta_makes_the_published_weights(receiver: Receiver, learne
         assert torch.equal(tensor, learner.tensors[name])
 
 
+def test_a_verified_result_is_hashed_again_only_when_asked(receiver: Receiver, learner: Learner) -> None:
+    learner.step()
+    step, payload = delta(learner)
+    receiver.obey({"op": "begin", **step})
+    receiver.obey({"op": "chunk", "offset": 0}, memoryview(payload))
+    receiver.obey({"op": "commit"})
+    receiver.mirror.bits[3] ^= 1
+    held = receiver.obey({"op": "state", "shards": 2, "again": False})["checksum"]
+    assert held == step["checksum"]
+    assert receiver.obey({"op": "state", "shards": 3, "again": False})["checksum"] == receiver.mirror.checksum(shards=3)
+    assert receiver.obey({"op": "state", "shards": 2, "again": True})["checksum"] == receiver.mirror.checksum(shards=2)
+    raw = receiver.mirror.bits.tobytes()
+    receiver.obey({"op": "begin", **step, "version": 2, "parent": None, "sizes": [len(raw)]})
+    receiver.obey({"op": "state", "shards": 2, "again": False})
+    receiver.obey({"op": "chunk", "offset": 0}, memoryview(raw[:6] + b"12" + raw[8:]))
+    changed = receiver.obey({"op": "state", "shards": 2, "again": False})["checksum"]
+    assert changed == receiver.mirror.checksum(shards=2) != held
+
+
 def test_an_anchor_is_written_straight_into_the_mirror(receiver: Receiver, learner: Learner) -> None:
     learner.step()
     step, _ = delta(learner)
