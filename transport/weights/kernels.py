@@ -71,7 +71,7 @@ def _lowest(typing_context: Any, mask: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
 
-    return types.uint64(types.uint64), generate
+    return types.int64(types.uint64), generate
 
 
 @intrinsic
@@ -119,11 +119,9 @@ def find_changes(base, new, at):  # type: ignore[no-untyped-def]
     whole = len(base) // LANES * LANES
     for start in range(0, whole, LANES):
         mask = _differing(base, new, start)
-        if mask == 0:
-            continue
         here = _count(mask)
-        # Four without asking whether there are so many: cheaper than a branch that goes either way. What is too much
-        # is overwritten by the next.
+        # Four without asking whether there are so many, or any: cheaper than a branch that goes either way. What is too
+        # much is overwritten by the next.
         for i in range(4):
             at[found + i] = start + _lowest(mask)
             mask &= mask - np.uint64(1)
