@@ -76,25 +76,28 @@ def run(length: Length) -> list[Figure]:
 
 def recorded_bytes(rate: str) -> Figure:
     """All weights to the delta of a real step. Of that slices were recorded (bench/record_deltas.py): each stands for
-    the tensors of its kind in a third of the layers."""
+    the tensors of its kind in a third of the layers, and is cut so that all have the same share of what they stand for.
+    """
     vocabulary, hidden, inner, keys, layers = SHAPES["135m"]
-    columns = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), inner) | dict.fromkeys(("q_proj", "o_proj"), hidden)
-    columns |= dict.fromkeys(("k_proj", "v_proj"), keys)
-    full = small = 0.0
-    for name, differences in recorded()[rate].items():
-        kind = name.removesuffix(".weight").rpartition(".")[2]
-        numel = hidden * columns.get(kind, 1) * layers / 3 if "layers" in name else hidden
-        if kind == "embed_tokens":
-            numel *= vocabulary
-        writer = DeltaWriter(blocks=sum(1 for _ in blocks(len(differences))))
+    rows = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), inner) | dict.fromkeys(("q_proj", "o_proj"), hidden)
+    rows |= dict.fromkeys(("k_proj", "v_proj"), keys) | {"embed_tokens": vocabulary}
+    slices = recorded()[rate]
+    numels = {
+        name: hidden
+        * rows.get(name.removesuffix(".weight").rpartition(".")[2], 1)
+        * (layers / 3 if "layers" in name else 1)
+        for name in slices
+    }
+    share = min(len(differences) / numels[name] for name, differences in slices.items())
+    cut = [differences[: max(1, int(share * numels[name]))] for name, differences in slices.items()]
+    writer = DeltaWriter(blocks=sum(1 for differences in cut for _ in blocks(len(differences))))
+    for differences in cut:
         base = np.zeros_like(differences)  # the codec sees differences alone
         for start, stop in blocks(len(base)):
             writer.add(base[start:stop], differences[start:stop])
-        full += 2 * numel
-        small += len(writer.finish()) * numel / len(base)
     return Figure(
         figure=f"publish.bytes_lr{rate}",
-        value=full / small,
+        value=2 * sum(len(differences) for differences in cut) / len(writer.finish()),
         unit="times",
         against="fewer bytes than all weights: slices of a real step of SmolLM2-135M",
     )

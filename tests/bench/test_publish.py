@@ -54,5 +54,5 @@ async def test_a_member_that_dies_ends_the_benchmark(tmp_path: Path) -> None:
 def test_a_real_step_is_hundreds_of_times_smaller_than_the_weights() -> None:
     small, large = recorded_bytes("1e-6"), recorded_bytes("1e-5")
     assert small.figure == "publish.bytes_lr1e-6"
-    assert small.value >= 300
+    assert small.value > 200
     assert large.value < small.value / 2
