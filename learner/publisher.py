@@ -189,7 +189,7 @@ class Publisher:
         self._log.append(entry)
         round_ = self._membership.begin(version, now=began, everyone=anchor)
         self._write_soon.set()
-        channel = "none" if not round_.waiting else "stream" if anchor else self._channel
+        channel: str = "none" if not round_.waiting else "stream" if anchor else self._channel
         if channel == "collective" and not self._membership.collective:
             channel = "stream"
         try:

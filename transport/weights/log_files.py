@@ -133,7 +133,7 @@ class LogFiles:
     def write(self, entry: Entry, mirror: Mirror) -> None:
         """Keep what `next` asked for, durably, and remove what is not needed any more. Blocking. Raises OSError."""
         anchor = entry.parent is None
-        content = memoryview(mirror.bits.view("u1") if anchor else entry.payload)
+        content = mirror.bits.view("u1").data if anchor else memoryview(entry.payload)
         path = self._folder / f"{entry.version:08d}.{'anchor' if anchor else 'delta'}"
         digest = xxhash.xxh3_128_digest(content)
         header = pack(
@@ -293,7 +293,7 @@ class LogFiles:
 
     def _fill(self, mirror: Mirror, file: _File) -> bool:
         """Read an anchor into the mirror; False when it is damaged."""
-        target = memoryview(mirror.bits.view("u1"))
+        target = mirror.bits.view("u1").data
         read = 0
         with file.path.open("rb", buffering=0) as source:
             source.seek(file.start)
