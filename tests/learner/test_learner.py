@@ -216,6 +216,10 @@ async def test_stops_and_comes_back_until_the_run_is_finished(tmp_path: Path, ti
         assert line["seconds_wait"] > 0
     logged = [json.loads(line) for line in events.read_text().splitlines()]
     assert [e["version"] for e in logged if e["kind"] == "publication"] == [0, 1, 2, 3, 4, 5, 6]
+    published = {e["version"]: e for e in logged if e["kind"] == "publication"}
+    assert published[0]["bytes"] >= published[0]["full_bytes"]
+    for version in (1, 4):  # the same weights as before the restart, as a delta to what is in weights/
+        assert published[version]["bytes"] < published[version]["full_bytes"] / 100
     statistics = json.loads((tmp_path / "queue.json").read_text())
     assert statistics["groups_trained"] == 8
     assert statistics["bound_violations"] == 0
