@@ -39,22 +39,24 @@ Twins = list[tuple[torch.nn.Module, torch.nn.Module]]
 """(layer, twin) for every layer with weights."""
 
 
-def swappable(model: torch.nn.Module) -> bool:
-    """Whether all that the weights become after loading is the tensors and the packed product of their own layer.
+def obstacle(model: torch.nn.Module) -> str | None:
+    """Why a model's layers can't be swapped; None when they can: all that the weights become after loading is the
+    tensors and the packed product of their own layer.
 
     That is so for unquantized linear layers, embeddings and norms. Quantized layers, and attention that derives
     matrices from a projection, have to be loaded by vLLM's full reload.
     """
-    for layer in model.modules():
+    for name, layer in model.named_modules():
         if isinstance(layer, MLAAttention):
-            return False
+            return f"{name}: {type(layer).__name__} derives matrices from its projections"
         method = getattr(layer, "quant_method", None)
-        plain = method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
-        if _has_weights(layer):
-            persistent = layer._buffers.keys() - layer._non_persistent_buffers_set
-            if not plain or persistent:
-                return False
-    return True
+        if not _has_weights(layer):
+            continue
+        if method is not None and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+            return f"{name}: {type(method).__name__} may keep more than the layer's tensors"
+        if persistent := sorted(layer._buffers.keys() - layer._non_persistent_buffers_set):
+            return f"{name}: {persistent[0]} is a tensor that is no parameter"
+    return None
 
 
 @torch.no_grad()
@@ -89,6 +91,15 @@ def swap(twins: Twins) -> None:
                 layer._parameters[name].data = parameter.data
         if "cpu_linear" in twin.__dict__:
             layer.cpu_linear = twin.cpu_linear
+    release(twins)
+
+
+def release(twins: Twins) -> None:
+    """Let go of the twins' tensors at once: twins and their loaders refer to each other, and would keep them until
+    Python's collector comes by."""
+    for _, twin in twins:
+        twin._parameters.clear()
+        twin.__dict__.pop("cpu_linear", None)
 
 
 def tied_heads(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from lachesis_actors.weight_receiver import Receiver, open_receiver
-from lachesis_actors.weight_swap import Twins, load_twins, swap, swappable, tied_heads
+from lachesis_actors.weight_swap import Twins, load_twins, obstacle, release, swap, tied_heads
 from lachesis_transport.weights.mirror import Mirror
+
+logger = logging.getLogger("lachesis.weights")
 
 
 @dataclass
@@ -50,12 +53,15 @@ class LachesisWeightTransfer(WeightTransferEngine[LachesisInitInfo, LachesisUpda
     def init_transfer_engine(self, init_info: LachesisInitInfo) -> None:
         """Start the receiver thread (an earlier one ends: its actor is gone)."""
         self.shutdown()
+        reason = obstacle(self.model) if self.device.type == "cpu" else f"the weights are on {self.device}"
+        if reason is not None:
+            logger.warning("each version is loaded inside the pause: %s", reason)
         self._receiver = open_receiver(
             Path(self.model_config.model),
             address=init_info.address,
             token=init_info.token,
             worker=self.parallel_config.rank,
-            prepare=self._prepare if self.device.type == "cpu" and swappable(self.model) else None,
+            prepare=None if reason is not None else self._prepare,
         )
 
     def start_weight_update(self) -> None:
@@ -75,9 +81,9 @@ class LachesisWeightTransfer(WeightTransferEngine[LachesisInitInfo, LachesisUpda
         with receiver.lock:
             if receiver.version != update_info.version:
                 raise RuntimeError(f"version: {update_info.version}, but the mirror holds {receiver.version}")
-            prepared, self._prepared = self._prepared, None
-            if prepared is not None and prepared[0] == update_info.version:
-                swap(prepared[1])
+            if self._prepared is not None and self._prepared[0] == update_info.version:
+                swap(self._prepared[1])
+                self._prepared = None
             else:
                 self._reload(receiver.mirror)
 
@@ -86,8 +92,13 @@ class LachesisWeightTransfer(WeightTransferEngine[LachesisInitInfo, LachesisUpda
 
     def _prepare(self, version: int, mirror: Mirror) -> None:
         """Called in the receiver's thread, with its lock held."""
-        self._prepared = None  # never three copies of the weights
+        self._discard()  # never three copies of the weights
         self._prepared = version, load_twins(self.model, mirror.tensors(), self.model_config)
+
+    def _discard(self) -> None:
+        if self._prepared is not None:
+            release(self._prepared[1])
+            self._prepared = None
 
     def _reload(self, mirror: Mirror) -> None:
         initialize_layerwise_reload(self.model)
@@ -102,4 +113,4 @@ class LachesisWeightTransfer(WeightTransferEngine[LachesisInitInfo, LachesisUpda
         if self._receiver is not None:
             self._receiver.stop()
             self._receiver = None
-            self._prepared = None
+        self._discard()

@@ -136,7 +136,8 @@ async def _activate(engine: Engine, workers: Workers, version: int, way: str, lo
     if way != "reload":
         began, tokens = time.perf_counter(), load.times
         before = len(tokens)
-        await workers.command("prepare", version=version)
+        for answer in (await workers.command("prepare", version=version)).values():
+            assert answer["ok"], answer
         seconds = time.perf_counter() - began
         measured.prepare.append(seconds)
         measured.prepare_tokens.append(len(tokens) - before)

@@ -109,7 +109,8 @@ class Follower:
 async def following(
     publication: Publication, servers: Sequence[TinyServer], *, kv: KeyValues = "recompute"
 ) -> AsyncIterator[list[Follower]]:
-    """The servers follow the publisher, from version 0 (folder 0) on."""
+    """The servers follow the publisher, from version 0 (folder 0) on, and serve folder 0 again in the end: receivers
+    take a server for one that serves what it was started with."""
     async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
         await nursery.start(publication.publisher.serve)
         await publication.publish(0)
@@ -138,6 +139,11 @@ async def following(
             )
             followers.append(follower)
         yield followers
+        for follower in followers:
+            follower.engine.on_pause = None
+        version = await publication.publish(0)
+        for follower in followers:
+            await follower.reach(version)
         nursery.cancel_scope.cancel()
 
 
@@ -165,7 +171,6 @@ async def across(follower: Follower, publication: Publication, *, requests: int)
             nursery.start_soon(ask)
         await alone_when_busy(follower.engine)
         await follower.reach(await publication.publish(1))
-        await publication.publisher.finish()
     return answers
 
 

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from lachesis_actors.weight_swap import load_twins, swap, swappable
+from lachesis_actors.weight_swap import load_twins, obstacle, swap
 
 CONFIG: Any = SimpleNamespace(dtype=torch.bfloat16)
 X = torch.linspace(-1, 1, 3 * 64).view(3, 64).to(torch.bfloat16)
@@ -69,7 +69,7 @@ def expected(seed: int) -> torch.Tensor:
 
 
 def test_the_model_changes_at_the_swap_and_not_before(model: Model) -> None:
-    assert swappable(model)
+    assert obstacle(model) is None
     torch.testing.assert_close(model(X), expected(0), rtol=0.05, atol=0.5)
     first = model(X)
     for seed in (1, 2, 0):
@@ -101,7 +101,7 @@ def test_a_layer_without_weights_is_an_error_and_changes_nothing(model: Model) -
 
 def test_what_is_more_than_its_tensors_is_not_swapped(model: Model) -> None:
     model.extra = torch.nn.BatchNorm1d(4)  # statistics that are no parameters
-    assert not swappable(model)
+    assert obstacle(model) == "extra: num_batches_tracked is a tensor that is no parameter"
     del model.extra
     model.down.quant_method = object()
-    assert not swappable(model)
+    assert obstacle(model) == "down: object may keep more than the layer's tensors"
