@@ -140,11 +140,21 @@ def _make_loadable(layer: torch.nn.Module, twin: torch.nn.Module) -> None:
     theirs, info = get_layerwise_info(layer), get_layerwise_info(twin)
     # Copies: the loader leaves its marks, which name the layer, on the tensors.
     info.restore_metadata = tuple(  # type: ignore[assignment]
-        {name: to_meta_tensor(tensor) for name, tensor in kind.items()} for kind in theirs.restore_metadata
+        {name: _unmarked(tensor) for name, tensor in kind.items()} for kind in theirs.restore_metadata
     )
     info.restore_device = theirs.restore_device
     restore_layer_on_meta(twin, info)
     for name, parameter in layer._parameters.items():
         if parameter is not None and name in SKIP_TENSORS:  # the loader fills these where they are
-            twin._parameters[name] = materialize_meta_tensor(to_meta_tensor(parameter))  # type: ignore[assignment]
+            twin._parameters[name] = materialize_meta_tensor(_unmarked(parameter))  # type: ignore[assignment]
     initialize_online_processing(twin)
+
+
+def _unmarked(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy without storage, with the loader that it had before a reload of the layer put its own in front."""
+    twin = to_meta_tensor(tensor)
+    loader = getattr(twin, "weight_loader", None)
+    while getattr(loader, "__name__", "") == "online_process_loader":
+        loader = loader.__wrapped__  # type: ignore[union-attr]
+        twin.weight_loader = loader  # type: ignore[attr-defined]
+    return twin

@@ -13,7 +13,11 @@ pytest.importorskip("vllm")
 
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from lachesis_actors.weight_swap import load_twins, obstacle, swap
@@ -89,6 +93,19 @@ def test_parameters_stay_the_same_objects(model: Model) -> None:
     swap(load_twins(model, weights(1).items(), CONFIG))
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in held.items()}
     assert torch.equal(model.norm.weight, weights(1)["norm.weight"])
+
+
+def test_a_swap_after_a_reload_and_a_reload_after_a_swap(model: Model) -> None:
+    first = model(X)
+    swap(load_twins(model, weights(1).items(), CONFIG))
+    second = model(X)
+    for _ in range(2):
+        initialize_layerwise_reload(model)
+        model.load_weights(weights(0).items())
+        finalize_layerwise_reload(model, CONFIG)
+        assert torch.equal(model(X), first)
+        swap(load_twins(model, weights(1).items(), CONFIG))
+        assert torch.equal(model(X), second)
 
 
 def test_a_layer_without_weights_is_an_error_and_changes_nothing(model: Model) -> None:
