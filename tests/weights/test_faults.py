@@ -12,11 +12,15 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fleet import actor, joined, joined_after_first, serving, until
+from fleet import Process, actor, joined, joined_after_first, serving, until
 from model import Learner, write_model
 
 TRIES = 5
 """Publications until a fault has hit the middle of one."""
+
+
+class Missed(Exception):
+    """The victim was held up before its signal until the transfer was complete: there was no fault in the middle."""
 
 
 def scrambled(learner: Learner) -> list[bytes]:
@@ -25,11 +29,30 @@ def scrambled(learner: Learner) -> list[bytes]:
     return learner.blobs()
 
 
+def activated(process: Process) -> dict[int, str]:
+    """Checksum of each version that it has activated."""
+    return {event["version"]: event["checksum"] for event in process.of("activation")}
+
+
 @pytest.mark.trio
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("channel", ["collective", "stream"])
 async def test_a_fault_in_the_middle_costs_one_deadline_once(tmp_path: Path, fault: str, channel: str) -> None:
+    for attempt in range(TRIES):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        hit = True
+        try:
+            await strike_one(folder, fault, channel)
+        except* Missed:
+            hit = False
+        if hit:
+            return
+    pytest.fail("the fault never hit the middle of a transfer")
+
+
+async def strike_one(tmp_path: Path, fault: str, channel: str) -> None:
     deadline = 6.0
     learner = Learner(write_model(tmp_path, scale=500), ranks=2)
     async with AsyncExitStack() as stack:
@@ -47,6 +70,8 @@ async def test_a_fault_in_the_middle_costs_one_deadline_once(tmp_path: Path, fau
             if victim.of("struck"):
                 break
             assert sorted(report.members) == ["actor-0", "victim"]
+        if "victim" in report.members:
+            raise Missed
         assert report.members == ("actor-0",)
         late = f"version {version} not staged within {deadline:g} s"
         assert report.removed == {"victim": late if fault == "SIGSTOP" else "disconnected for 3 s"}
@@ -68,8 +93,8 @@ async def test_a_fault_in_the_middle_costs_one_deadline_once(tmp_path: Path, fau
         else:
             assert victim.popen.wait(5) == -signal.SIGKILL
             back = await stack.enter_async_context(actor(publisher.address, tmp_path, name="victim", deadline=deadline))
-        await until(lambda: back.active()[-1:] == [version + 1] and len(publisher.members) == 2, seconds=60)
-        assert back.of("activation")[-1]["checksum"] == after.checksum
+        await until(lambda: version + 1 in activated(back) and len(publisher.members) == 2, seconds=60)
+        assert activated(back)[version + 1] == after.checksum
         if fault == "SIGSTOP":
             assert [e["reason"] for e in back.of("healed")] == ["the publisher removed this actor"]
 
@@ -77,8 +102,8 @@ async def test_a_fault_in_the_middle_costs_one_deadline_once(tmp_path: Path, fau
         again = await publisher.publish(version=version + 2, parent=version + 1, blobs=learner.blobs())
         assert sorted(again.members) == ["actor-0", "victim"]
         assert again.channel == channel
-        await until(lambda: back.active()[-1] == version + 2)
-        assert back.of("activation")[-1]["checksum"] == again.checksum
+        await until(lambda: version + 2 in activated(back))
+        assert activated(back)[version + 2] == again.checksum
         await until(lambda: healthy.active[-1] == version + 2)
         healthy.assert_serves(learner)
 
