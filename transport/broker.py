@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,10 @@ STATISTICS = "queue.json"
 TICK_SECONDS = 0.25
 STALL_SECONDS = 1.0
 PARKED_SECONDS = 10.0
-MAX_PARKED = 1 << 14
+PARKED_A_CLIENT = 4096
+"""Requests of one client that wait at once; further ones are told to ask again."""
+QUEUE = "queue"
+"""Source of the queue's own events."""
 MAX_UNSAVED = 256
 """Answers that may wait for the disk before no more requests are read."""
 WRITE_SECONDS = 2.0
@@ -66,6 +70,8 @@ LOGGED = {
 
 @dataclass(slots=True)
 class _Parked:
+    route: bytes
+    number: int
     peer: Peer
     message: dict[str, Any]
     heard: float
@@ -98,7 +104,7 @@ class Broker:
         self.replay = Replay.restore(rules(config), store.load(), now=trio.current_time())
         self._config, self._folder, self._store, self._socket = config, folder, store, socket
         self._peers: dict[bytes, Peer] = {}
-        self._parked: dict[tuple[bytes, int], _Parked] = {}
+        self._parked: dict[bytes, dict[int, _Parked]] = {}
         self._outbox: list[tuple[bytes, Reply]] = []
         self._unsaved = trio.Event()
         self._saved = trio.Event()
@@ -146,8 +152,8 @@ class Broker:
             await self._store.save(writing)
             self.failed = False
         for event in writing.events:
-            if event.kind in LOGGED:
-                log.info("%s %s", event.kind, " ".join(f"{key}={value}" for key, value in event.fields.items()))
+            if event.kind in LOGGED and event.source == QUEUE:
+                log.info("%s %s", event.kind, " ".join(f"{key}={_plain(value)}" for key, value in event.fields.items()))
         for route, reply in outbox:
             if "lease" in reply:
                 batch = await self._batch(reply.pop("lease"))
@@ -202,57 +208,68 @@ class Broker:
 
     def _go_on(self) -> None:
         """Answer parked requests that can go on, and have everything saved."""
-        for key, parked in list(self._parked.items()):
-            if self._now - parked.heard > PARKED_SECONDS or not self._is_live(parked.peer):
-                del self._parked[key]
-            elif parked.message["op"] != "ticket":
-                self._try(key, parked)
-        self._grant_tickets()
+        asks: dict[tuple[str, str, int], list[_Parked]] = {}
+        for route, waiting in list(self._parked.items()):
+            for parked in list(waiting.values()):
+                if self._now - parked.heard > PARKED_SECONDS or not self._is_live(parked.peer):
+                    self._forget(route, parked.number)
+                elif parked.message["op"] == "ticket":
+                    kind = parked.peer.name, parked.message["environment"], parked.message["version"]
+                    asks.setdefault(kind, []).append(parked)
+                else:
+                    self._try(parked)
+        self._grant_tickets(asks)
         self._unsaved.set()
 
-    def _grant_tickets(self) -> None:
-        """Try the parked requests for tickets, whose turn it is first."""
-        asks: dict[tuple[str, str, Any], list[tuple[bytes, int]]] = {}
-        for key, parked in self._parked.items():
-            if parked.message["op"] == "ticket":
-                message = parked.message
-                asks.setdefault((parked.peer.name, message["environment"], message["version"]), []).append(key)
-        refused: dict[Any, str] = {}
-        self._requests.begin_round(parked.peer.name for parked in self._parked.values())
-        for keys in asks.values():
-            keys.reverse()
-        while asks:
-            kind = min(asks, key=lambda kind: self.replay.turn(kind[0], kind[1]))
-            keys, version = asks[kind], kind[2]
-            if version in refused:  # what one ticket of this version waits for, all of them wait for
-                for key in reversed(keys):
-                    self._tell(key, self._parked[key], refused[version])
-                del asks[kind]
+    def _grant_tickets(self, asks: dict[tuple[str, str, int], list[_Parked]]) -> None:
+        """Try the requests for tickets (actor, environment, version -> oldest first), whose turn it is first."""
+        self._requests.begin_round({actor: len(parked) for (actor, _, _), parked in asks.items()})
+        turns = [(self.replay.turn(*kind[:2]), kind) for kind in asks]
+        heapify(turns)
+        refused: dict[int, str] = {}
+        while turns:
+            turn, kind = turns[0]
+            now = self.replay.turn(*kind[:2])
+            if now > turn:  # a grant since then moved it back
+                heapreplace(turns, (now, kind))
                 continue
-            key = keys.pop()
-            why = self._try(key, self._parked[key])
-            if why is not None:
-                refused[version] = why
-            if not keys:
-                del asks[kind]
+            waiting, version = asks[kind], kind[2]
+            if version not in refused:
+                why = self._try(waiting[0])
+                if why is None:
+                    waiting.pop(0)
+                else:
+                    refused[version] = why
+            if version in refused:  # what one ticket of this version waits for, all of them wait for
+                for parked in waiting:
+                    self._tell(parked, refused[version])
+                waiting.clear()
+            if not waiting:
+                heappop(turns)
 
-    def _try(self, key: tuple[bytes, int], parked: _Parked) -> str | None:
+    def _try(self, parked: _Parked) -> str | None:
         """Answer a parked request if it can go on; else what it waits for."""
         try:
             reply = self._requests.decide(parked.peer, parked.message, self._now)
         except MessageError as error:
             reply = {"ok": False, "code": "malformed", "error": str(error)}
         if "wait" in reply:
-            self._tell(key, parked, reply["wait"])
+            self._tell(parked, reply["wait"])
             return str(reply["wait"])
-        del self._parked[key]
-        self._outbox.append((key[0], {"id": key[1], **reply}))
+        self._forget(parked.route, parked.number)
+        self._outbox.append((parked.route, {"id": parked.number, **reply}))
         return None
 
-    def _tell(self, key: tuple[bytes, int], parked: _Parked, why: str) -> None:
+    def _tell(self, parked: _Parked, why: str) -> None:
         if not parked.told:
             parked.told = True
-            self._outbox.append((key[0], {"id": key[1], "ok": True, "wait": why}))
+            self._outbox.append((parked.route, {"id": parked.number, "ok": True, "wait": why}))
+
+    def _forget(self, route: bytes, number: int) -> None:
+        waiting = self._parked.get(route, {})
+        waiting.pop(number, None)
+        if not waiting:
+            self._parked.pop(route, None)
 
     def _is_live(self, peer: Peer) -> bool:
         return self.replay.is_live(peer.role, peer.name, peer.incarnation)
@@ -272,7 +289,7 @@ class Broker:
             self._quarantine(route, str(error), bytes(frames[-1].buffer[:QUARANTINED_BYTES]))
             reply = {"ok": False, "code": "malformed", "error": str(error)}
         if reply is not None:
-            self._parked.pop((route, number or 0), None)
+            self._forget(route, number or 0)
             self._outbox.append((route, {"id": number, **reply}))
 
     def _quarantine(self, route: bytes, reason: str, frame: bytes) -> None:
@@ -305,17 +322,20 @@ class Broker:
             self.replay.heard(role=peer.role, name=peer.name, incarnation=peer.incarnation, now=self._now)
         except NotJoined as error:
             return {"ok": False, "code": "hello", "error": str(error)}
-        if self._requests.may_wait(peer, message):
-            if len(self._parked) >= MAX_PARKED and (route, message["id"]) not in self._parked:
-                raise MessageError(f"op: {op!r}, but {MAX_PARKED} requests wait already")
-            self._parked[route, message["id"]] = _Parked(peer, message, self._now)
+        parked = self._requests.parked(peer, message)
+        if parked is not None:
+            number, waiting = parked["id"], self._parked.get(route, {})
+            if number not in waiting and len(waiting) >= PARKED_A_CLIENT:
+                # It asks again, when some of them may have been answered.
+                return {"ok": True, "wait": f"{PARKED_A_CLIENT} requests of {peer.role} {peer.name} wait already"}
+            self._parked.setdefault(route, {})[number] = _Parked(route, number, peer, parked, self._now)
             return None
         reply = self._requests.decide(peer, message, self._now)
         if op == "void" and message["ticket"] is None and reply["ok"]:
-            self._parked.pop((route, message["ask"]), None)
+            self._forget(route, message["ask"])
         if op == "goodbye" and reply["ok"]:
             del self._peers[route]
-            self._parked = {key: parked for key, parked in self._parked.items() if key[0] != route}
+            self._parked.pop(route, None)
         return reply
 
     def write_statistics(self) -> None:
@@ -323,6 +343,12 @@ class Broker:
         new = self._folder / f"{STATISTICS}.new"
         new.write_text(json.dumps(self.replay.statistics(), indent=1) + "\n")
         new.replace(self._folder / STATISTICS)
+
+
+def _plain(value: Any) -> str:
+    """For the log: what a client wrote makes no lines of its own there."""
+    text = str(value)
+    return text if text.isprintable() else ascii(text)
 
 
 async def serve_queue(

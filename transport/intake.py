@@ -223,7 +223,7 @@ class Intake(State):
             self._ledger.counts["groups_duplicate"] += 1
             return PutResult("duplicate")
         try:
-            ticket, order, versions = self._check(group, actor)
+            ticket, order, versions = self._check(group, actor, nbytes=len(content))
         except MessageError as error:
             self._ledger.counts["groups_invalid"] += 1
             return PutResult("invalid", str(error))
@@ -287,14 +287,16 @@ class Intake(State):
         if client is not None:
             client.cancel(ticket.ask)
 
-    def _check(self, group: Group, actor: str) -> tuple[Ticket | None, tuple[int, int], tuple[int, ...]]:
+    def _check(
+        self, group: Group, actor: str, *, nbytes: int
+    ) -> tuple[Ticket | None, tuple[int, int], tuple[int, ...]]:
         """Its ticket while that is open, its place in the order of age, and the versions of its trained tokens."""
         if group.actor != actor:
             raise MessageError(f"actor: {group.actor!r}, expected {actor!r}, which sends it")
         # A batch travels as one message.
         limit = (MAX_MESSAGE_BYTES - (1 << 20)) // self.rules.batch_groups
-        if group.nbytes > limit:
-            raise MessageError(f"trajectories: {group.nbytes} bytes, expected at most {limit} for a group of a batch")
+        if nbytes > limit:
+            raise MessageError(f"group: {nbytes} bytes, expected at most {limit} for a group of a batch")
         group.validate()
         versions = group.versions
         for version in versions:

@@ -21,7 +21,7 @@ ATTEMPTS = 3
 """Tickets that may fail over one prompt before it is skipped."""
 
 MAX_STREAMS = 1024
-"""Environments of one run."""
+"""Environments of one run, beside those of its configuration."""
 
 BLAMELESS = frozenset(
     {"cancelled", "actor_left", "actor_expired", "actor_stopped", "client_gone", "stale", "finished", "no_item"}
@@ -65,7 +65,7 @@ class Items:
     def take(self, environment: str) -> tuple[int, int]:
         """The number for the next ticket, and how often it failed before. Raises ReplayError: too many environments."""
         stream = self.streams.get(environment)
-        if stream is None and len(self.streams) >= MAX_STREAMS:
+        if stream is None and environment not in self._weights and len(self.streams) >= MAX_STREAMS:
             raise ReplayError(f"environment: {environment!r}, but there are {MAX_STREAMS} others already")
         stream = stream or Stream()
         latest = max((s.clock for s in self.streams.values()), default=0.0)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lachesis_configs.schema import Config
 from lachesis_transport.decisions import Fenced, Finished, NameTaken, NotJoined, PutResult, ReplayError, Wait
-from lachesis_transport.messages import Group, MessageError, Scores, take
+from lachesis_transport.messages import MAX_TRAJECTORIES, Group, MessageError, Scores, take
 from lachesis_transport.presence import Role
 from lachesis_transport.replay import Replay
 from lachesis_transport.store import Event, Refused
@@ -23,6 +22,8 @@ from lachesis_transport.store import Event, Refused
 log = logging.getLogger("lachesis.queue")
 
 MAX_REPORTS = 512
+MAX_WORD = 128
+"""Characters of a reason, or of an environment's name."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Reply = dict[str, Any]
@@ -43,7 +44,7 @@ class Requests:
     def __init__(self, replay: Replay, config: Config, *, queue_id: str) -> None:
         self._replay, self._config, self._queue_id = replay, config, queue_id
         self._kept: list[int] = []
-        self._waiting: Counter[str] = Counter()
+        self._waiting: dict[str, int] = {}
         self._operations: dict[tuple[str, str], Callable[[Peer, dict[str, Any], float], Reply]] = {
             ("actor", "ticket"): self._ticket,
             ("actor", "void"): self._void,
@@ -56,20 +57,20 @@ class Requests:
             ("learner", "finish"): self._finish,
         }
 
-    def may_wait(self, peer: Peer, message: dict[str, Any]) -> bool:
-        """Whether the queue may answer this request later. Raises MessageError when it may, but it is malformed."""
+    def parked(self, peer: Peer, message: dict[str, Any]) -> dict[str, Any] | None:
+        """What to keep of a request that the queue may answer later; None for others. Raises MessageError."""
         op = message["op"]
         if op not in ("ticket", "lease") or (peer.role, op) not in self._operations:
-            return False
-        take(message, "version", int)
+            return None
+        kept = {"op": op, "id": message["id"], "version": take(message, "version", int)}
         if op == "ticket":
-            take(message, "environment", str)
-        return True
+            kept["environment"] = _short(message, "environment")
+        return kept
 
-    def begin_round(self, waiting: Iterable[str]) -> None:
-        """Requests for tickets are tried from now on in the order of their turns; `waiting`: the actor of each."""
+    def begin_round(self, waiting: dict[str, int]) -> None:
+        """Requests for tickets are tried from now on in the order of their turns; `waiting`: how many, by actor."""
         self._kept = []
-        self._waiting = Counter(waiting)
+        self._waiting = waiting
 
     def hello(self, message: dict[str, Any], now: float) -> tuple[Peer | None, Reply]:
         """A client introduces itself: who it is from now on, or None, and the answer. Raises MessageError."""
@@ -80,6 +81,8 @@ class Requests:
         for key, value in (("name", name), ("incarnation", incarnation)):
             if not NAME.fullmatch(value):
                 raise MessageError(f"{key}: {value!r}, expected 1 to 64 letters, digits, '_', '.', '-'")
+        if name == "queue" or (name == "learner" and role == "actor"):
+            raise MessageError(f"name: {name!r}, expected one that is no other role's: the event log goes by it")
         try:
             self._replay.join(role=role, name=name, incarnation=incarnation, now=now)
         except NameTaken as error:
@@ -144,7 +147,7 @@ class Requests:
             environment=take(message, "environment", str),
             now=now,
             kept=self._kept,
-            waiting=self._waiting[peer.name],
+            waiting=self._waiting.get(peer.name, 1),
         )
         if isinstance(answer, Wait):
             return {"wait": answer.why}
@@ -158,19 +161,16 @@ class Requests:
         }
 
     def _void(self, peer: Peer, message: dict[str, Any], now: float) -> Reply:
-        ticket, reason = take(message, "ticket", (int, type(None))), take(message, "reason", str)
+        ticket, reason = take(message, "ticket", (int, type(None))), _short(message, "reason")
         if ticket is None:
             ask = take(message, "ask", int)
             self._replay.cancel(actor=peer.name, ask=ask, now=now)
             return {}
-        scores = take(message, "scores", (dict, type(None)))
-        self._replay.void(
-            actor=peer.name,
-            ticket=ticket,
-            reason=reason,
-            scores=None if scores is None else Scores.from_wire(scores),
-            now=now,
-        )
+        wire = take(message, "scores", (dict, type(None)))
+        scores = None if wire is None else Scores.from_wire(wire)
+        if scores is not None and scores.sequences > MAX_TRAJECTORIES:
+            raise MessageError(f"scores.sequences: {scores.sequences}, expected at most {MAX_TRAJECTORIES}")
+        self._replay.void(actor=peer.name, ticket=ticket, reason=reason, scores=scores, now=now)
         return {}
 
     def _put(self, peer: Peer, message: dict[str, Any], now: float) -> Reply:
@@ -213,3 +213,10 @@ class Requests:
     def _finish(self, peer: Peer, message: dict[str, Any], now: float) -> Reply:
         self._replay.finish(version=take(message, "version", int))
         return {}
+
+
+def _short(message: dict[str, Any], key: str) -> str:
+    text = str(take(message, key, str))
+    if len(text) > MAX_WORD:
+        raise MessageError(f"{key}: {len(text)} characters, expected at most {MAX_WORD}")
+    return text

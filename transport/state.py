@@ -261,6 +261,8 @@ class State:
         self._open = Counter(ticket.actor for ticket in self._tickets.values())
         self._ready = Ready(entry for entry in self._entries.values() if entry.ready)
         self._find_deadlines()
+        for entry in [entry for entry in self._ready.values() if entry.uses >= self.rules.reuse]:
+            self._give_up_uses(entry)  # `reuse` was lowered
         if self._lease is not None and max(self._lease.distances.values()) > self.rules.staleness_max:
             self._return_lease()  # the bound was lowered
         if self.final is not None and self.step < self.rules.steps:
@@ -288,9 +290,18 @@ class State:
             entry.deadline = self._due_first(entry)
             self._ready[entry.group_id] = entry
             self._entries.touch(entry.group_id)
+            if entry.uses >= self.rules.reuse:
+                self._give_up_uses(entry)
         self._scores += lease.scores
         self._ledger.counts["groups_returned"] += len(lease.groups)
         self._ledger.note("returned", version=lease.version, groups=lease.names)
+
+    def _give_up_uses(self, entry: Entry) -> None:
+        """It is trained as often as it may be."""
+        del self._ready[entry.group_id]
+        entry.ready = False
+        self._entries.touch(entry.group_id)
+        self._forget_if_done(entry, "trained")
 
     def _drop(self, entry: Entry) -> None:
         """No batch takes it any more: it is too old."""
@@ -305,7 +316,8 @@ class State:
 
     def _forget_if_done(self, entry: Entry, fate: str) -> None:
         if not entry.ready and not entry.holders:
-            self._ledger.counts["uses_forgone"] += (self.rules.reuse - entry.uses) * (fate == "trained")
+            if fate == "trained":
+                self._ledger.counts["uses_forgone"] += max(0, self.rules.reuse - entry.uses)
             del self._entries[entry.group_id]
             self._contents[entry.group_id] = None
             self._ledger.end_group(entry.group_id, fate)

@@ -5,6 +5,7 @@ import json
 import logging
 import socket as plain_socket
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import trio
 import zmq
 
 from lachesis_configs.schema import Config
-from lachesis_transport.broker import serve_queue
+from lachesis_transport.broker import PARKED_A_CLIENT, serve_queue
 from lachesis_transport.client import QueueError, QueueRestarted, queue_status
 from lachesis_transport.consumer import open_consumer
 from lachesis_transport.messages import Scores, pack, unpack
@@ -348,3 +349,53 @@ async def test_many_requests_at_once_are_each_answered_without_being_repeated(tm
                     nursery.start_soon(one, producer)
             assert statuses == ["accepted"] * many
             assert (await queue_status(address))["replies_lost"] == 0
+
+
+@pytest.mark.trio
+async def test_one_client_ends_shuts_out_or_bloats_nothing(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "lachesis.queue")
+    async with queue(tmp_path, config()) as (address, _):
+        async with open_socket(zmq.DEALER, connect=address) as hostile, open_consumer(address, "l", "l1") as consumer:
+            numbers = count(1)
+
+            async def ask(op: str, **fields):
+                number = next(numbers)
+                await hostile.send([pack({"op": op, "id": number, **fields})])
+                while True:
+                    [answer] = await hostile.receive()
+                    reply = unpack(answer.buffer)
+                    if reply["id"] == number:
+                        return reply
+
+            hello = {"role": "actor", "incarnation": "h1"}
+            for name in ("queue", "learner"):
+                assert "expected one that is no other role's" in (await ask("hello", name=name, **hello))["error"]
+            name = (await ask("hello", name="hostile", **hello))["queue"]
+            nested: list = []
+            for _ in range(300):
+                nested = [nested]
+            reports = [{"kind": "joined", "x": nested}, {"kind": "finished", "x": "a\nb"}]
+            assert (await ask("heartbeat", queue=name, version=0, report=reports, report_number=1))["ok"]
+            assert "a\nb" not in caplog.text
+            await consumer.published(await consumer.reserve(None))
+            ticket = (await ask("ticket", queue=name, version=0, environment="sums"))["ticket"]
+            absurd = {"groups": 1, "sequences": 2**62 - 1, "total": 0.0, "squares": 0.0}
+            for fields, expected in (
+                ({"reason": "r", "scores": absurd}, "scores.sequences: 4611686018427387903, expected at most 4096"),
+                ({"reason": "r" * 129, "scores": None}, "reason: 129 characters, expected at most 128"),
+            ):
+                assert (await ask("void", queue=name, ticket=ticket, **fields))["error"] == expected
+            long = await ask("ticket", queue=name, version=0, environment="e" * 129)
+            assert long["error"] == "environment: 129 characters, expected at most 128"
+            for _ in range(PARKED_A_CLIENT + 10):
+                await hostile.send(
+                    [pack({"op": "ticket", "id": next(numbers), "queue": name, "version": 0, "environment": "sums"})]
+                )
+            with trio.move_on_after(0.5):
+                while True:
+                    await hostile.receive()
+            last = await ask("ticket", queue=name, version=0, environment="sums")
+            assert last["wait"] == f"{PARKED_A_CLIENT} requests of actor hostile wait already"
+            with trio.move_on_after(1.0) as scope:
+                await consumer.lease(0)  # the learner waits for groups, and is not turned away
+            assert scope.cancelled_caught

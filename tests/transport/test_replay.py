@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lachesis_transport.decisions import Fenced, Finished, Grant, NameTaken, NotJoined, ReplayError, Rules, Wait
+from lachesis_transport.items import MAX_STREAMS
 from lachesis_transport.messages import Group, Scores, content_id
 from lachesis_transport.records import OVERHEAD_BYTES, Lease
 from lachesis_transport.replay import Replay
@@ -680,3 +681,25 @@ def test_a_checkpoint_that_a_replaced_learner_still_wrote_is_refused():
         bench.publish(abandoned)
     bench.version = bench.publish(2)
     assert bench.train() == ["0:0", "1:0"]
+
+
+def test_fewer_uses_than_before_end_those_that_had_more():
+    bench = Bench(batch_groups=1, staleness_max=3, reuse=2)
+    for _ in range(2):
+        bench.put(bench.ticket())
+    assert [bench.train() for _ in range(2)] == [["0:0"], ["1:0"]]
+    assert bench.replay.statistics()["ready"] == 2
+    back = Replay.restore(replace(bench.replay.rules, reuse=1), saved(bench), now=0.0)
+    assert back.statistics()["ready"] == 0
+    assert isinstance(back.lease(version=2, now=0), Wait)
+    back.commit(version=2, checkpoint="c")
+    assert (back.held, back.statistics()["uses_forgone"]) == ([], 0)
+
+
+def test_a_configured_environment_always_has_a_place():
+    bench = Bench(batch_groups=2000, weights={"sums": 1.0})
+    for ask in range(MAX_STREAMS):
+        bench.replay.ticket(actor="a", ask=10_000 + ask, version=0, environment=f"x{ask}", now=0)
+    with pytest.raises(ReplayError, match="environment: 'one more', but there are 1024 others already"):
+        bench.replay.ticket(actor="a", ask=1, version=0, environment="one more", now=0)
+    assert isinstance(bench.ticket(), int)
