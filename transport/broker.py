@@ -51,8 +51,6 @@ WRITE_SECONDS = 2.0
 DRAINED_AT_ONCE = 64
 REPLIES_HELD = 4096
 """Answers that wait for one client to read them; further ones are lost, and it asks again."""
-BATCH_SECONDS = 1.0
-"""A batch is not sent again sooner: copies of it would pile up before a learner that does not read."""
 LOGGED = {
     "joined",
     "parted",
@@ -109,7 +107,8 @@ class Broker:
         self._unsaved = trio.Event()
         self._saved = trio.Event()
         self._stalled = 0.0
-        self._sent = (-1, 0.0)
+        self._sent: tuple[bytes, int] | None = None
+        """Connection and number of the request that was last answered with a batch: a repetition of it gets no copy."""
         self.failed = False
         """Whether the last save was not finished."""
         self.metrics = QueueMetrics.of(config, store.queue_id)
@@ -155,24 +154,25 @@ class Broker:
             if event.kind in LOGGED and event.source == QUEUE:
                 log.info("%s %s", event.kind, " ".join(f"{key}={_plain(value)}" for key, value in event.fields.items()))
         for route, reply in outbox:
-            if "lease" in reply:
-                batch = await self._batch(reply.pop("lease"))
+            lease = reply.pop("lease", None)
+            if lease is not None:
+                if self._sent == (route, reply["id"]):
+                    continue  # on its way; a connection loses nothing, and the next one has another name
+                batch = await self._batch(lease)
                 if batch is None:
                     continue  # the client asks again
                 reply["batch"] = batch
             if not self._socket.send_nowait([route, pack(reply)]):
                 self.replay.count("replies_lost")  # the client asks again
+            elif lease is not None:
+                self._sent = route, reply["id"]
 
     async def _batch(self, lease: Lease) -> dict[str, Any] | None:
-        """The batch for the wire; None when it was sent just before, or taken back meanwhile."""
-        version, sent = self._sent
-        if version == lease.version and trio.current_time() - sent < BATCH_SECONDS:
-            return None
+        """The batch for the wire; None when it was taken back meanwhile."""
         try:
             contents = await self._store.read(lease.names)
         except KeyError:
             return None
-        self._sent = lease.version, trio.current_time()
         if lease.masked:
             for i, content in enumerate(contents):
                 group = Group.unpack(content).without(lease.masked)

@@ -1,8 +1,11 @@
 """Requests to the replay queue: what its two kinds of client share.
 
-Each request has an id and is sent again until its answer comes: every operation has the same effect when repeated. The
-client says hello first, again whenever the queue does not know it (it restarted, or had given the client up), and then
-sends a heartbeat each second with what was reported in between.
+Each request has an id and is sent again until its answer comes: every operation has the same effect when repeated. But
+one connection loses and reorders nothing, so a request that has no answer yet may still be on its way, and a second
+copy of a large one would only delay it. It is repeated once something that was sent after it has been answered, or
+after the next hello. The client says hello first, again whenever the queue does not know it (the connection broke, or
+the queue had given the client up), and then sends a heartbeat each second with what was reported in between: these two
+are small, and repeated anyway.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from lachesis_transport.sockets import Socket, open_socket, plain_errors
 log = logging.getLogger("lachesis.queue")
 
 RESEND_SECONDS = 2.0
+"""A request is not repeated sooner, unless there is a reason to ask again at once."""
+REPEATED_ANYWAY = {"hello", "heartbeat", "goodbye"}
 HEARTBEAT_SECONDS = 1.0
 LOG_AFTER_SECONDS = 1.0
 LOG_EVERY_SECONDS = 30.0
@@ -69,6 +74,8 @@ class QueueState:
 
 class _Call:
     def __init__(self) -> None:
+        self.first = self.sent = 0
+        """Where its first and its last copy come among all that was sent; 0 before."""
         self.reply: dict[str, Any] | None = None
         self.waits_for = ""
         self.depends_on_version = False
@@ -91,6 +98,10 @@ class QueueClient:
         self._socket = socket
         self._numbers = count(1)
         self._calls: dict[int, _Call] = {}
+        self._sent = 0
+        """Messages sent."""
+        self._arrived = 0
+        """What was sent before this one has arrived, and so have the answers that were sent meanwhile."""
         self._known = False
         self._greeting = trio.Lock()
         self._reports: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTS)
@@ -170,12 +181,22 @@ class QueueClient:
             if fresh is not None:
                 frame = pack({**message, **fresh()})
             with trio.move_on_after(RESEND_SECONDS):
-                await self._socket.send([frame])
+                await self._send(call, frame)
                 await call.wake.wait()
-            if call.reply is None:
+            while not call.wake.is_set():
                 waiting.note(call.waits_for)
                 call.waits_for = ""
+                if message["op"] in REPEATED_ANYWAY or not call.sent or call.sent < self._arrived:
+                    break
+                with trio.move_on_after(RESEND_SECONDS):
+                    await call.wake.wait()
         return call.reply
+
+    async def _send(self, call: _Call, frame: bytes) -> None:
+        await self._socket.send([frame])
+        self._sent += 1
+        call.sent = self._sent
+        call.first = call.first or self._sent
 
     async def _greet(self, waiting: Waiting) -> None:
         async with self._greeting:
@@ -191,6 +212,9 @@ class QueueClient:
                     del self._calls[number]
                 if reply.get("ok") is True:
                     self._welcome(reply)
+                    for other in self._calls.values():
+                        if other.sent < call.first:  # sent over a connection that broke: it may not have arrived
+                            other.wake.set()
                     return
                 if reply.get("code") != "name_taken":
                     raise QueueError(f"hello: {reply.get('error', 'no reason given')}")
@@ -226,6 +250,7 @@ class QueueClient:
             call = self._calls.get(number) if number is not None else None
             if call is None:
                 continue  # the answer to a repetition of a request that is answered already
+            self._arrived = max(self._arrived, call.first)
             if "wait" in reply:
                 call.waits_for = str(reply["wait"])
                 continue

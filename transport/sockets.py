@@ -29,8 +29,10 @@ from lachesis_transport.messages import MAX_MESSAGE_BYTES
 
 log = logging.getLogger("lachesis.transport")
 
-HEARTBEAT_MS = 2_000
-SILENCE_MS = 10_000
+KEEPALIVE_SECONDS = 2
+UNACKNOWLEDGED_MS = 30_000
+"""A peer whose kernel answers nothing for so long is gone. The kernels ask each other: ZeroMQ's own heartbeats wait
+behind a message that is being sent, so they would cut every connection on which one takes longer than their timeout."""
 LINGER_MS = 1_000
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 2_000
@@ -186,8 +188,11 @@ async def open_socket(
             (zmq.RCVHWM, high_water),
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + (CURVE_BYTES if keys else 0)),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, SILENCE_MS),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_SECONDS),
+            (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_SECONDS),
+            (zmq.TCP_KEEPALIVE_CNT, UNACKNOWLEDGED_MS // 1000 // KEEPALIVE_SECONDS),
+            (zmq.TCP_MAXRT, UNACKNOWLEDGED_MS),
             (zmq.RECONNECT_IVL, RECONNECT_MS),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
         ):

@@ -399,3 +399,37 @@ async def test_one_client_ends_shuts_out_or_bloats_nothing(tmp_path, caplog):
             with trio.move_on_after(1.0) as scope:
                 await consumer.lease(0)  # the learner waits for groups, and is not turned away
             assert scope.cancelled_caught
+
+
+@pytest.mark.trio
+async def test_a_repeated_lease_gets_its_batch_once_a_connection(tmp_path):
+    async with queue(tmp_path, config()) as (address, _):
+        async with open_producer(address, "actor-0", "a1") as producer:
+            batches = []
+            for incarnation in range(2):
+                async with open_socket(zmq.DEALER, connect=address) as socket:
+
+                    async def ask(op: str, number: int, **fields) -> None:
+                        await socket.send([pack({"op": op, "id": number, **fields})])
+
+                    async def hear() -> dict:
+                        return unpack((await socket.receive())[-1].buffer)
+
+                    await ask("hello", 1, role="learner", name="learner", incarnation="l1")
+                    name = (await hear())["queue"]
+                    if not incarnation:
+                        await ask("reserve", 2, queue=name, parent=None)
+                        await hear()
+                        await ask("published", 3, queue=name, version=0)
+                        await hear()
+                        for _ in range(2):
+                            ticket = await producer.ticket(version=0, environment="sums")
+                            await producer.put(groups.group(ticket.ticket, [0], actor="actor-0"))
+                    for _ in range(3):
+                        await ask("lease", 4, queue=name, version=0)
+                    await ask("heartbeat", 5, queue=name, version=None, report=[], report_number=1)
+                    await ask("lease", 6, queue=name, version=0)
+                    while (reply := await hear())["id"] != 6 or "batch" not in reply:
+                        batches += [(incarnation, reply["id"])] if "batch" in reply else []
+                    batches.append((incarnation, 6))
+            assert batches == [(0, 4), (0, 6), (1, 4), (1, 6)]

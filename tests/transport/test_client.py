@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
+
 import pytest
 import trio
 import zmq
@@ -49,3 +51,74 @@ async def test_a_client_that_waits_for_its_queue_can_be_cancelled():
         async with open_client("tcp://127.0.0.1:1", role="actor", name="a", incarnation="1"):
             raise AssertionError("nobody welcomed it")
     assert scope.cancelled_caught
+
+
+@asynccontextmanager
+async def client_of(answer):
+    """A client of a queue that answers what `answer(op)` says; "lost" is not answered. Also what was asked."""
+    asked: list[str] = []
+    async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as socket, trio.open_nursery() as nursery:
+
+        async def serve() -> None:
+            while True:
+                route, frame = await socket.receive()
+                message = unpack(frame.buffer)
+                asked.append(message["op"])
+                reply = answer(message["op"], asked)
+                if reply != "lost":
+                    await socket.send([route.bytes, pack({"id": message["id"], **reply})])
+
+        nursery.start_soon(serve)
+        with trio.fail_after(20):
+            async with open_client(socket.address, role="actor", name="a", incarnation="1") as client:
+                yield client, asked
+        nursery.cancel_scope.cancel()
+
+
+YES = {"ok": True, "state": STATE, **WELCOME}
+
+
+@pytest.mark.parametrize("answered", ["heartbeat", "void"])
+async def test_a_request_is_repeated_once_something_sent_later_was_answered(monkeypatch, answered):
+    monkeypatch.setattr("lachesis_transport.client.RESEND_SECONDS", 0.05)
+    monkeypatch.setattr("lachesis_transport.client.HEARTBEAT_SECONDS", 0.01)
+    silent = True
+
+    def answer(op, asked):
+        if op == "put" and asked.count("put") == 1:
+            return "lost"
+        return "lost" if op == "heartbeat" and silent else YES
+
+    async with client_of(answer) as (client, asked), trio.open_nursery() as nursery:
+
+        async def put() -> None:
+            await client.request("put", waits_for="room")
+            done.set()
+
+        done = trio.Event()
+        nursery.start_soon(put)
+        while asked.count("heartbeat") < 6:  # each but the first of them a repetition
+            await trio.sleep(0.01)
+        assert asked.count("put") == 1
+        if answered == "void":
+            await client.request("void", waits_for="the end of a ticket")
+        silent = answered == "void"
+        await done.wait()
+        silent = False
+        assert asked.count("put") == 2
+
+
+async def test_a_client_that_is_welcomed_again_asks_again_at_once(monkeypatch):
+    monkeypatch.setattr("lachesis_transport.client.RESEND_SECONDS", 1000.0)
+    monkeypatch.setattr("lachesis_transport.client.HEARTBEAT_SECONDS", 0.01)
+
+    def answer(op, asked):
+        if op == "put" and asked.count("hello") == 1:
+            return "lost"
+        if op == "heartbeat" and asked.count("put") == 1 and asked.count("hello") == 1:
+            return {"ok": False, "code": "hello", "error": "the queue does not know this client"}
+        return YES
+
+    async with client_of(answer) as (client, asked):
+        assert (await client.request("put", waits_for="room"))["ok"] is True
+        assert asked.count("put") == asked.count("hello") == 2
