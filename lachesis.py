@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -134,9 +135,9 @@ def _queue(options: argparse.Namespace) -> int:
         print("lachesis queue: --json goes with --inspect", file=sys.stderr)
         return USER_ERROR
     config, folder = _role(options)
-    # What the queue runs with holds for the run: whoever reads the folder later finds it there.
-    write_config(config, folder)
-    return _until_done(serve_queue, config, folder)
+    # What the queue runs with holds for the run: whoever reads the folder later finds it there. But only a queue that
+    # got the folder for itself runs.
+    return _until_done(partial(serve_queue, opened=partial(write_config, config, folder)), config, folder)
 
 
 def _look_at_queue(options: argparse.Namespace) -> int:

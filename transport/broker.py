@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from pathlib import Path
@@ -352,13 +353,18 @@ def _plain(value: Any) -> str:
 
 
 async def serve_queue(
-    config: Config, folder: Path, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED
+    config: Config,
+    folder: Path,
+    *,
+    opened: Callable[[], object] = lambda: None,
+    task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve the replay queue at `config.queue.address` until the run has finished and every client left, or cancelled.
 
-    Its state is `folder`/queue.db; a queue that is started there again continues. `task_status.started` gets the
-    address, with the real port where the configured one is 0. Writes events.jsonl (one line an event: number, time,
-    source, kind and fields) and queue.json (statistics) into `folder`.
+    Its state is `folder`/queue.db; a queue that is started there again continues. `opened` is called once no other
+    queue can have it open. `task_status.started` gets the address, with the real port where the configured one is 0.
+    Writes events.jsonl (one line an event: number, time, source, kind and fields) and queue.json (statistics) into
+    `folder`.
     Raises OSError when the address is taken, StoreError when the database is in use, damaged or full, and ConfigError
     when a file of run.keys is missing or malformed or queue.metrics_address is taken.
     """
@@ -369,6 +375,7 @@ async def serve_queue(
         ) as socket:
             store = SqliteStore(folder / DATABASE, EventLog(folder / EVENTS))
             try:
+                opened()
                 broker = Broker(config, folder, store=store, socket=socket)
                 log.info("the replay queue serves at %s", socket.address)
                 try:

@@ -5,6 +5,7 @@ import json
 import logging
 import socket as plain_socket
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from lachesis_transport.consumer import open_consumer
 from lachesis_transport.messages import Scores, pack, unpack
 from lachesis_transport.producer import Finished, open_producer
 from lachesis_transport.sockets import open_socket
+from lachesis_transport.store import StoreError
 
 _spec = importlib.util.spec_from_file_location("groups", Path(__file__).with_name("groups.py"))
 groups = importlib.util.module_from_spec(_spec)
@@ -399,6 +401,18 @@ async def test_one_client_ends_shuts_out_or_bloats_nothing(tmp_path, caplog):
             with trio.move_on_after(1.0) as scope:
                 await consumer.lease(0)  # the learner waits for groups, and is not turned away
             assert scope.cancelled_caught
+
+
+@pytest.mark.trio
+async def test_only_a_queue_that_got_the_folder_for_itself_has_opened_it(tmp_path):
+    opened = []
+    async with trio.open_nursery() as nursery:
+        with trio.fail_after(SECONDS):
+            await nursery.start(partial(serve_queue, config(), tmp_path, opened=lambda: opened.append("first")))
+            with pytest.raises(StoreError, match=r"queue\.db: another process has this queue open"):
+                await serve_queue(config(), tmp_path, opened=lambda: opened.append("second"))
+        nursery.cancel_scope.cancel()
+    assert opened == ["first"]
 
 
 @pytest.mark.trio
