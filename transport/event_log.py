@@ -82,6 +82,11 @@ class EventLog:
         self._unsynced += len(lines)
 
     @property
+    def last(self) -> int:
+        """Number of the last line, 0 without one."""
+        return self._last
+
+    @property
     def unsynced(self) -> int:
         """Lines appended since the last `sync`."""
         return self._unsynced

@@ -51,8 +51,8 @@ SELECTED = (1, 8, 64)
 class SqliteStore(Store):
     """Keeps everything in the database at `path`, made when missing, and the events in `log`.
 
-    Raises StoreError when the file is no queue's database, is damaged, has another schema, cannot be opened, or is open
-    in another process.
+    Raises StoreError when the file is no queue's database, is damaged, has another schema, cannot be opened, is open in
+    another process, or is older than the events.
     """
 
     def __init__(self, path: Path, log: EventLog) -> None:
@@ -74,7 +74,16 @@ class SqliteStore(Store):
             self.queue_id = make_tables(self._db)
             self._quarantine: deque[Refused] = deque(read_quarantine(self._db), maxlen=QUARANTINED)
             opened.callback(log.close)
-            log.open(self._db.execute("SELECT number, line FROM log ORDER BY number").fetchall())
+            outbox = self._db.execute("SELECT number, line FROM log ORDER BY number").fetchall()
+            log.open(outbox)
+            # Lines are appended after their commit, so not even a power cut leaves the file ahead of the database.
+            if (ahead := log.last - (outbox[-1][0] if outbox else 0)) > 0:
+                raise StoreError(
+                    f"{ahead} events in {log.path} (up to number {log.last}) are not in the database: it or its -wal "
+                    "file was lost, damaged or replaced by an older one, and a queue that goes on from here issues "
+                    "versions and tickets a second time. Expected files of one moment: restore them, or, to accept "
+                    f"the loss, move {log.path.name} away"
+                )
             opened.pop_all()
 
     def load(self) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -181,6 +182,28 @@ async def test_a_damaged_database_is_refused(tmp_path):
     store = sqlite_store(tmp_path)
     with pytest.raises(StoreError, match=r"queue\.db: loading failed: "):
         store.load()
+    await store.close()
+
+
+@pytest.mark.parametrize("lost", ["queue.db", "queue.db-wal"])
+@pytest.mark.trio
+async def test_a_database_that_is_older_than_its_events_is_refused(tmp_path, lost):
+    store = sqlite_store(tmp_path)
+    await store.save(Writing(events=[Event("issued"), Event("issued")]))
+    await store.save(Writing(events=[Event("accepted")]))
+    if lost == "queue.db":
+        await store.close()
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for path in sorted(tmp_path.glob("*.*")):
+        if path.name != lost:
+            shutil.copy(path, killed)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"queue\.db: 3 events in .*events\.jsonl \(up to number 3\) are not in"):
+            sqlite_store(killed)
+    assert [event["number"] for event in events(killed)] == [1, 2, 3]
+    (killed / "events.jsonl").rename(killed / "events.old")
+    await sqlite_store(killed).close()
     await store.close()
 
 
