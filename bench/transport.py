@@ -23,11 +23,12 @@ HIGH_WATER = 64
 MEGABYTE, SMALL = 1 << 20, 16 << 10
 
 AMOUNT: dict[Length, tuple[int, int, int, int]] = {
-    "short": (200, 10_000, 200, 3),
-    "normal": (1_000, 50_000, 1_000, 5),
-    "long": (4_000, 200_000, 5_000, 9),
+    "short": (500, 10_000, 200, 9),
+    "normal": (1_000, 50_000, 1_000, 15),
+    "long": (4_000, 200_000, 5_000, 15),
 }
-"""Messages of 1 MiB, of 16 KiB, round trips through the codec, and runs of each."""
+"""Messages of 1 MiB, of 16 KiB, round trips through the codec, and runs of each: many, as one run may have half the speed
+of the next, whoever it is of."""
 
 
 def run(length: Length) -> list[Figure]:
