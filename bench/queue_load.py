@@ -4,9 +4,11 @@ trains nothing. Actors and learner share the process of the benchmark, so that a
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -116,6 +118,16 @@ def running_echo() -> Iterator[Child]:
 @contextmanager
 def _running(*arguments: str) -> Iterator[Child]:
     process = subprocess.Popen([sys.executable, "-m", __name__, *arguments], stdout=subprocess.PIPE, text=True)
+    over = threading.Event()
+
+    def watch() -> None:
+        """Its clients would wait for it for ever."""
+        code = process.wait()
+        if not over.is_set():
+            print(f"lachesis bench: the process of the {arguments[0]} ended with {code}", file=sys.stderr, flush=True)
+            signal.raise_signal(signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
@@ -123,8 +135,11 @@ def _running(*arguments: str) -> Iterator[Child]:
             raise RuntimeError(f"{arguments[0]}: the process ended before it listened")
         yield Child(process, address)
     finally:
+        over.set()
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 @contextmanager
