@@ -31,7 +31,7 @@ from lachesis_transport.replay import Replay
 from lachesis_transport.requests import Peer, Reply, Requests
 from lachesis_transport.sockets import Socket, open_socket, plain_errors
 from lachesis_transport.sqlite_store import SqliteStore
-from lachesis_transport.store import QUARANTINED_BYTES, Refused, Store
+from lachesis_transport.store import QUARANTINED_BYTES, Refused, Store, StoreError
 
 log = logging.getLogger("lachesis.queue")
 
@@ -147,10 +147,11 @@ class Broker:
         """Save what was decided, then send the answers. One task at a time."""
         outbox, self._outbox = self._outbox, []
         writing = self.replay.drain()
+        self.failed = True
+        self._store.check()
         if writing:
-            self.failed = True
             await self._store.save(writing)
-            self.failed = False
+        self.failed = False
         for event in writing.events:
             if event.kind in LOGGED and event.source == QUEUE:
                 log.info("%s %s", event.kind, " ".join(f"{key}={_plain(value)}" for key, value in event.fields.items()))
@@ -340,10 +341,14 @@ class Broker:
         return reply
 
     def write_statistics(self) -> None:
-        """Replace queue.json in the run folder."""
-        new = self._folder / f"{STATISTICS}.new"
-        new.write_text(json.dumps(self.replay.statistics(), indent=1) + "\n")
-        new.replace(self._folder / STATISTICS)
+        """Replace queue.json in the run folder; raises StoreError when it cannot be written."""
+        path = self._folder / STATISTICS
+        try:
+            new = path.with_name(f"{STATISTICS}.new")
+            new.write_text(json.dumps(self.replay.statistics(), indent=1) + "\n")
+            new.replace(path)
+        except OSError as error:
+            raise StoreError(f"{path}: writing failed: {error}") from error
 
 
 def _plain(value: Any) -> str:
@@ -387,10 +392,10 @@ async def serve_queue(
                             await broker.tick()
                             nursery.cancel_scope.cancel()
                 finally:
-                    broker.write_statistics()
                     if not broker.failed:
                         with trio.CancelScope(shield=True):
                             await broker.flush()
+                        broker.write_statistics()
             finally:
                 with trio.CancelScope(shield=True):
                     await store.close()

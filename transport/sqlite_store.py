@@ -44,6 +44,8 @@ from lachesis_transport.store import (
 SYNC_LINES = 1024
 SYNC_SECONDS = 2.0
 """The event log is fsynced, and the outbox emptied, after so many lines or seconds."""
+CHECK_SECONDS = 2.0
+"""Whether the files are still there is looked at so often."""
 
 SELECTED = (1, 8, 64)
 
@@ -62,7 +64,7 @@ class SqliteStore(Store):
         self._saving = False
         self._failure: str | None = None
         self._synced = 0
-        self._synced_at = time.monotonic()
+        self._synced_at = self._checked_at = time.monotonic()
         with ExitStack() as opened, database_errors(self.path, "opening"):
             self._lock = _lock(self.path)
             opened.callback(os.close, self._lock)
@@ -84,6 +86,8 @@ class SqliteStore(Store):
                     "versions and tickets a second time. Expected files of one moment: restore them, or, to accept "
                     f"the loss, move {log.path.name} away"
                 )
+            files = [self.path, Path(f"{self.path}-wal"), Path(f"{self.path}.lock"), log.path]
+            self._files = {path: identity for path in files if (identity := _identity(path)) is not None}
             opened.pop_all()
 
     def load(self) -> Rows:
@@ -141,6 +145,16 @@ class SqliteStore(Store):
 
     def quarantine(self) -> list[Refused]:
         return list(self._quarantine)
+
+    def check(self) -> None:
+        now = time.monotonic()
+        if now - self._checked_at < CHECK_SECONDS:
+            return
+        self._checked_at = now
+        for path, identity in self._files.items():
+            if _identity(path) != identity:
+                self._failure = f"{path}: was removed or replaced while a queue has it open; nothing is safe any more"
+                raise StoreError(self._failure)
 
     async def close(self) -> None:
         with database_errors(self.path, "closing"), trio.CancelScope(shield=True):
@@ -203,6 +217,15 @@ def _select(db: sqlite3.Connection, statement: str, names: Sequence[str]) -> lis
         chosen += chosen[-1:] * (width - len(chosen))
         found += db.execute(f"{statement} ({','.join('?' * width)})", chosen).fetchall()
     return found
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from another of its name; None when there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _lock(path: Path) -> int:

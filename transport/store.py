@@ -85,6 +85,12 @@ class Store(ABC):
     def quarantine(self) -> list[Refused]:
         """The newest refused frames, oldest first."""
 
+    def check(self) -> None:  # noqa: B027 - what has no files loses none
+        """Raise StoreError when what is saved goes nowhere any more: the files were removed, say.
+
+        Looks only now and then, so it may be called often.
+        """
+
     @abstractmethod
     async def close(self) -> None:
         """Let go of files and threads. What was saved stays saved."""

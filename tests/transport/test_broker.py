@@ -416,6 +416,15 @@ async def test_only_a_queue_that_got_the_folder_for_itself_has_opened_it(tmp_pat
 
 
 @pytest.mark.trio
+async def test_a_queue_whose_folder_is_removed_ends_with_one_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("lachesis_transport.sqlite_store.CHECK_SECONDS", 0.0)
+    folder = tmp_path / "run"
+    remove = partial(folder.rename, tmp_path / "away")
+    with trio.fail_after(SECONDS), pytest.raises(StoreError, match=r"queue\.db: was removed or replaced"):
+        await serve_queue(config(), folder, opened=remove)
+
+
+@pytest.mark.trio
 async def test_a_repeated_lease_gets_its_batch_once_a_connection(tmp_path):
     async with queue(tmp_path, config()) as (address, _):
         async with open_producer(address, "actor-0", "a1") as producer:

@@ -207,6 +207,39 @@ async def test_a_database_that_is_older_than_its_events_is_refused(tmp_path, los
     await store.close()
 
 
+@pytest.mark.parametrize("name", ["queue.db", "queue.db-wal", "queue.db.lock", "events.jsonl"])
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.trio
+async def test_files_that_are_removed_under_a_queue_end_it(tmp_path, name, replaced, monkeypatch):
+    monkeypatch.setattr("lachesis_transport.sqlite_store.CHECK_SECONDS", 0.0)
+    store = sqlite_store(tmp_path)
+    await store.save(Writing(events=[Event("issued")]))
+    store.check()
+    (tmp_path / name).rename(tmp_path / "away")
+    if replaced:
+        shutil.copy(tmp_path / "away", tmp_path / name)
+    with pytest.raises(StoreError, match=f"/{name}: was removed or replaced"):
+        store.check()
+    with pytest.raises(StoreError, match=r"nothing is saved any more, since: .* was removed or replaced"):
+        await store.save(Writing(events=[Event("issued")]))
+    await store.close()
+
+
+@pytest.mark.parametrize("value", [b"\xc1", b"", b"\x01\x02", "text", None])
+@pytest.mark.trio
+async def test_a_row_that_cannot_be_read_is_named(tmp_path, value):
+    store = sqlite_store(tmp_path)
+    await store.save(Writing(rows={("group", "3:0"): 1}))
+    await store.close()
+    with sqlite3.connect(tmp_path / "queue.db") as db:
+        db.execute("UPDATE rows SET value = ?", (value,))
+    db.close()
+    store = sqlite_store(tmp_path)
+    with pytest.raises(StoreError, match=r"queue\.db: row group '3:0' is damaged"):
+        store.load()
+    await store.close()
+
+
 @pytest.mark.trio
 async def test_other_schemas_and_other_databases_are_refused(tmp_path):
     await sqlite_store(tmp_path).close()
