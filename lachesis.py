@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lachesis_configs.schema import Config
 
 USER_ERROR = 2
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 EPILOG = """\
 Roles find each other by the addresses in CONFIG and wait for each other: start them in any order.
@@ -73,12 +74,17 @@ def _leaves(error: BaseException) -> list[BaseException]:
 def user_error(error: BaseException) -> list[str]:
     """The lines that tell a user what was wrong; empty when `error`, or a part of it, is not a user's mistake."""
     from lachesis_configs.load import ConfigError
+    from lachesis_transport.store import StoreError
 
     if isinstance(error, BaseExceptionGroup):
         parts = [user_error(part) for part in error.exceptions]
         return [line for part in parts for line in part] if all(parts) else []
     if isinstance(error, ConfigError):
         return list(error.lines)
+    if isinstance(error, StoreError):
+        return [str(error)]
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return [f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)]
     if getattr(error, "errno", None) == errno.EADDRINUSE:
         return [getattr(error, "strerror", None) or str(error)]
     paths = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)

@@ -9,7 +9,7 @@ import os
 import random
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lachesis_configs.load import ConfigError, dump_config
@@ -140,6 +140,12 @@ def write_config(config: Config, folder: Path) -> Path:
 def write_whole(path: Path, text: str) -> Path:
     """Write `text` to `path` so that a reader sees the old file or the new one, never a part."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # a full disk names none
+        with suppress(OSError):
+            part.unlink()
+        raise
     return path

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import zmq
 import lachesis
 from lachesis_configs.load import ConfigError, load_config
 from lachesis_configs.schema import Config
+from lachesis_transport.store import StoreError
 
 
 @pytest.fixture
@@ -66,6 +68,10 @@ def test_what_counts_as_a_users_mistake():
     assert lachesis.user_error(ExceptionGroup("nursery", [in_use, ZeroDivisionError()])) == []
     assert lachesis.user_error(ZeroDivisionError()) == []
     assert lachesis.user_error(FileNotFoundError("made by hand")) == []
+    assert lachesis.user_error(StoreError("queue.db: full")) == ["queue.db: full"]
+    assert lachesis.user_error(OSError(errno.ENOSPC, "No space left", "/run/x")) == ["/run/x: No space left"]
+    assert lachesis.user_error(OSError(errno.ENOSPC, "No space left")) == ["No space left"]
+    assert lachesis.user_error(OSError(errno.EIO, "broken", "/run/x")) == []
 
 
 @pytest.fixture
@@ -84,8 +90,11 @@ def test_a_role_gets_its_configuration_and_its_folder(config, role, monkeypatch,
     monkeypatch.chdir(tmp_path)
     calls = []
 
-    async def serve_queue(config: Config, folder: Path) -> None:
+    async def serve_queue(config: Config, folder: Path, opened: Callable[[], object]) -> None:
         calls.append((config.run.seed, config.staleness.max, folder, folder.is_dir()))
+        assert not (folder / "config.yaml").exists()  # another queue may have the folder
+        opened()
+        assert load_config(folder / "config.yaml") == config
 
     role(serve_queue)
     assert lachesis.main(["queue", config, "run.seed=4", "--set", "staleness.max=1"]) == 0
@@ -103,7 +112,7 @@ def test_a_signal_cancels_a_role(config, role, monkeypatch, tmp_path, number, co
     monkeypatch.chdir(tmp_path)
     started, cleaned = threading.Event(), []
 
-    async def serve_queue(config: Config, folder: Path) -> None:
+    async def serve_queue(config: Config, folder: Path, opened: Callable[[], object]) -> None:
         try:
             started.set()
             await trio.sleep_forever()
@@ -121,7 +130,7 @@ def test_a_signal_cancels_a_role(config, role, monkeypatch, tmp_path, number, co
 def test_a_role_that_cannot_listen_says_so(config, role, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
 
-    async def serve_queue(config: Config, folder: Path) -> None:
+    async def serve_queue(config: Config, folder: Path, opened: Callable[[], object]) -> None:
         async with trio.open_nursery():
             raise OSError(errno.EADDRINUSE, "tcp://127.0.0.1:5710 cannot be bound: in use")
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from lachesis_transport.store import Key, Refused, Rows, StoreError, unpack_value
 
 SCHEMA = 1
@@ -120,7 +122,10 @@ def read_rows(db: sqlite3.Connection) -> Rows:
     """Table -> key -> value, keys in order."""
     tables: dict[str, dict[Key, Any]] = {}
     for table, key, value in db.execute("SELECT kind, key, value FROM rows ORDER BY kind, key"):
-        tables.setdefault(table, {})[key] = unpack_value(value)
+        try:
+            tables.setdefault(table, {})[key] = unpack_value(value)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise StoreError(f"row {table} {key!r} is damaged ({type(error).__name__}), expected msgpack") from None
     return tables
 
 
