@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import xxhash
 
 from lachesis_transport.store import Key, Refused, Rows, StoreError, unpack_value
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the database's tables; another one is refused."""
 
 PAGE_BYTES = 1 << 13
@@ -30,7 +31,7 @@ BUSY_SECONDS = 5.0
 TABLES = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
     "CREATE TABLE rows (kind TEXT, key, value BLOB, PRIMARY KEY (kind, key)) WITHOUT ROWID",
-    "CREATE TABLE contents (id TEXT PRIMARY KEY, content BLOB)",
+    "CREATE TABLE contents (id TEXT PRIMARY KEY, checksum BLOB, content BLOB)",
     "CREATE TABLE log (number INTEGER PRIMARY KEY, line TEXT)",
     "CREATE TABLE quarantine (number INTEGER PRIMARY KEY, sender TEXT, reason TEXT, frame BLOB, time REAL)",
 )
@@ -52,10 +53,10 @@ class Peek:
     def content(self, name: str) -> bytes:
         """The packed group; raises KeyError when it is not there (any more), StoreError as `peek`."""
         with _looking(self.path) as db:
-            row = db.execute("SELECT content FROM contents WHERE id = ?", (name,)).fetchone()
-        if row is None:
-            raise KeyError(name)
-        return row[0]
+            row = db.execute("SELECT id, checksum, content FROM contents WHERE id = ?", (name,)).fetchone()
+            if row is None:
+                raise KeyError(name)
+            return checked(*row)
 
 
 def peek(path: Path) -> Peek:
@@ -133,6 +134,18 @@ def read_quarantine(db: sqlite3.Connection) -> list[Refused]:
     """Oldest first."""
     found = db.execute("SELECT sender, reason, frame, time FROM quarantine ORDER BY number")
     return [Refused(*row) for row in found]
+
+
+def checksum(content: bytes) -> bytes:
+    """What is kept beside a group's content: SQLite itself notices no flipped bit."""
+    return xxhash.xxh3_64_digest(content)
+
+
+def checked(name: str, kept: bytes, content: bytes) -> bytes:
+    """`content`; raises StoreError when it is not what was saved as group `name`."""
+    if not isinstance(content, bytes) or checksum(content) != kept:
+        raise StoreError(f"group {name} is damaged: its content does not have the checksum that it was saved with")
+    return content
 
 
 @contextmanager

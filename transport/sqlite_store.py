@@ -20,6 +20,8 @@ import trio
 
 from lachesis_transport.database import (
     BUSY_SECONDS,
+    checked,
+    checksum,
     configure,
     database_errors,
     make_tables,
@@ -138,9 +140,9 @@ class SqliteStore(Store):
         with database_errors(self.path, "reading"):
             async with self._free:
                 found = await trio.to_thread.run_sync(
-                    _select, self._db, "SELECT id, content FROM contents WHERE id IN", ids
+                    _select, self._db, "SELECT id, checksum, content FROM contents WHERE id IN", ids
                 )
-        contents: dict[str, bytes] = dict(found)
+            contents = {name: checked(name, kept, content) for name, kept, content in found}
         return [contents[name] for name in ids]
 
     def quarantine(self) -> list[Refused]:
@@ -179,7 +181,7 @@ class _Pending:
 
     upserted: list[tuple[str, Key, bytes]]
     deleted: list[tuple[str, Key]]
-    added: list[tuple[str, bytes]]
+    added: list[tuple[str, bytes, bytes]]
     removed: list[str]
     lines: list[Line]
     refused: list[Refused]
@@ -189,7 +191,9 @@ class _Pending:
         return cls(
             upserted=[(*key, pack_value(value)) for key, value in writing.rows.items() if value is not None],
             deleted=[key for key, value in writing.rows.items() if value is None],
-            added=[(name, content) for name, content in writing.contents.items() if content is not None],
+            added=[
+                (name, checksum(content), content) for name, content in writing.contents.items() if content is not None
+            ],
             removed=[name for name, content in writing.contents.items() if content is None],
             lines=log.lines(writing.events, time=time.time()),
             refused=[shorten(refused) for refused in writing.refused[-QUARANTINED:]],
@@ -199,7 +203,7 @@ class _Pending:
         """All but what is removed from the contents: to find their pages may need the disk."""
         db.executemany("REPLACE INTO rows VALUES (?, ?, ?)", self.upserted)
         db.executemany("DELETE FROM rows WHERE kind = ? AND key = ?", self.deleted)
-        db.executemany("REPLACE INTO contents VALUES (?, ?)", self.added)
+        db.executemany("REPLACE INTO contents VALUES (?, ?, ?)", self.added)
         db.executemany("INSERT INTO log VALUES (?, ?)", self.lines)
         if self.refused:
             kept = [(refused.sender, refused.reason, refused.frame, refused.time) for refused in self.refused]

@@ -79,7 +79,8 @@ class Store(ABC):
 
     @abstractmethod
     async def read(self, ids: Sequence[str]) -> list[bytes]:
-        """The packed groups, in the order of `ids`. Raises KeyError naming one that is not there."""
+        """The packed groups, in the order of `ids`. Raises KeyError naming one that is not there, StoreError
+        naming one that is not as it was saved."""
 
     @abstractmethod
     def quarantine(self) -> list[Refused]:

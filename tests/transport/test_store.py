@@ -241,13 +241,31 @@ async def test_a_row_that_cannot_be_read_is_named(tmp_path, value):
 
 
 @pytest.mark.trio
+async def test_a_group_that_is_not_as_it_was_saved_is_named(tmp_path):
+    store = sqlite_store(tmp_path)
+    await store.save(Writing(contents={"1:0": bytes(30_000) + b"here" + bytes(30_000), "2:0": b"whole"}))
+    await store.close()
+    path = tmp_path / "queue.db"
+    path.write_bytes(path.read_bytes().replace(b"here", b"Here"))
+    for _ in range(2):
+        store = sqlite_store(tmp_path)
+        assert await store.read(["2:0"]) == [b"whole"]
+        with pytest.raises(StoreError, match=r"queue\.db: group 1:0 is damaged"):
+            await store.read(["2:0", "1:0"])
+        await store.close()
+    assert peek(path).content("2:0") == b"whole"
+    with pytest.raises(StoreError, match=r"queue\.db: group 1:0 is damaged"):
+        peek(path).content("1:0")
+
+
+@pytest.mark.trio
 async def test_other_schemas_and_other_databases_are_refused(tmp_path):
     await sqlite_store(tmp_path).close()
     with sqlite3.connect(tmp_path / "queue.db") as db:
         db.execute("UPDATE meta SET value = 7 WHERE key = 'schema'")
     db.close()
     for look in (lambda: sqlite_store(tmp_path), lambda: peek(tmp_path / "queue.db")):
-        with pytest.raises(StoreError, match=r"queue\.db: schema 7, expected 1"):
+        with pytest.raises(StoreError, match=r"queue\.db: schema 7, expected 2"):
             look()
     (tmp_path / "other").mkdir()
     with sqlite3.connect(tmp_path / "other" / "queue.db") as db:
