@@ -18,7 +18,9 @@ socket is opened, so a client whose NAME.key was removed is refused after the li
 
 from __future__ import annotations
 
+import logging
 import re
+import stat
 import struct
 from dataclasses import dataclass
 from os import umask
@@ -30,6 +32,8 @@ from zmq.utils import z85
 
 from lachesis_configs.load import ConfigError
 from lachesis_configs.schema import Config
+
+log = logging.getLogger("lachesis.transport")
 
 SERVER, CLIENT = "server", "client"
 PUBLIC, SECRET = ".key", ".key_secret"
@@ -50,6 +54,14 @@ class Keys:
         Whom it admits is asked of the ZAP handler of the socket's context. Without one it admits nobody.
         """
         secret, admitted = self._listener()
+        if len(admitted) == 1:
+            log.warning(
+                "run.keys: %s holds no client's NAME%s: only who has %s%s can connect",
+                self.folder,
+                PUBLIC,
+                SERVER,
+                SECRET,
+            )
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
@@ -88,8 +100,14 @@ class Keys:
     def _pair(self, name: str) -> tuple[bytes, bytes]:
         path = self.folder / f"{name}{SECRET}"
         public, secret = _read(path)
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            raise ConfigError([f"run.keys: {path} has mode {mode:04o}, expected 0600: run chmod 600 {path}"])
         if secret is None or not _is_key(secret) or zmq.curve_public(secret) != public:
             raise ConfigError([f"run.keys: {path} holds no secret key with its public key, expected {MADE}"])
+        beside = self.folder / f"{name}{PUBLIC}"
+        if beside.exists() and _public(beside) != public:
+            raise ConfigError([f"run.keys: {path} and {beside} are not of one pair, expected {MADE}"])
         return public, secret
 
     def _files(self, ending: str) -> list[Path]:
@@ -110,8 +128,13 @@ def make_keys(folder: Path, client: str | None = None) -> list[Path]:
     Secrets get mode 0600 and the folder 0700. Raises ConfigError where a file would be overwritten, or where the folder
     holds anything else than keys.
     """
-    if client is not None and (not NAME.fullmatch(client) or client == SERVER):
-        raise ConfigError([f"--client: value {client!r}, expected a name other than {SERVER!r}"])
+    if client is not None and (not NAME.fullmatch(client) or client == SERVER or client.endswith((PUBLIC, SECRET))):
+        raise ConfigError(
+            [
+                f"--client: value {client!r}, expected a name of up to 64 of A-Z a-z 0-9 _ . - that begins with "
+                f"neither . nor -, does not end with {PUBLIC} or {SECRET} and is not {SERVER!r}"
+            ]
+        )
     if client is not None and not (folder / f"{SERVER}{SECRET}").exists():
         raise ConfigError([f"{folder / (SERVER + SECRET)}: no such file, expected the folder of a fleet's keys"])
     before = umask(0o077)
@@ -140,7 +163,15 @@ def _check_free(folder: Path, names: list[str]) -> None:
 
 
 def _public(path: Path) -> bytes:
-    return _read(path)[0]
+    public, secret = _read(path)
+    if secret is not None:
+        raise ConfigError(
+            [
+                f"run.keys: {path} holds a secret key, expected the public one alone: it may have been copied to where "
+                "only that belongs, so make a new pair"
+            ]
+        )
+    return public
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:

@@ -286,9 +286,9 @@ def test_the_verb_makes_files_for_their_owner_alone_and_overwrites_none(tmp_path
     assert lachesis.main(["keys", str(folder), "--client", "rack-2"]) == 0
     assert {path.name for path in folder.iterdir()} == names | {"rack-2.key", "rack-2.key_secret"}
     capsys.readouterr()
-    for name in ("server", "../x", ""):
+    for name in ("server", "../x", "", "a b", "server.key", "x.key_secret"):
         assert lachesis.main(["keys", str(folder), "--client", name]) == 2
-        assert f"--client: value {name!r}, expected a name" in capsys.readouterr().err
+        assert f"--client: value {name!r}, expected a name of up to 64 of A-Z a-z 0-9 _ . -" in capsys.readouterr().err
     assert lachesis.main(["keys", str(tmp_path / "none"), "--client", "a"]) == 2
     assert not (tmp_path / "none").exists()
 
@@ -336,6 +336,34 @@ def test_files_that_are_missing_or_malformed_are_named_and_secrets_are_not(fleet
     swapped = text.replace(secret_of(listener.folder / "server.key_secret"), secret_of(foreign / "server.key_secret"))
     (listener.folder / "server.key_secret").write_text(swapped)
     assert "server.key_secret holds no secret key with its public key" in error(listener, "listener")
+
+
+def test_keys_that_are_not_where_they_belong_are_refused(tmp_path, caplog):
+    folder = tmp_path / "keys"
+
+    def listen() -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+            Keys(folder).secure_listener(socket)
+
+    def refused(text: str) -> None:
+        with pytest.raises(ConfigError, match=text):
+            listen()
+        shutil.rmtree(folder)
+        make_keys(folder)
+
+    make_keys(folder)
+    listen()
+    (folder / "server.key_secret").chmod(0o640)
+    refused(r"server\.key_secret has mode 0640, expected 0600: run chmod 600 .*server\.key_secret")
+    shutil.copy(folder / "client.key_secret", folder / "client.key")
+    refused(r"client\.key holds a secret key, expected the public one alone")
+    shutil.copy(folder / "client.key_secret", folder / "server.key_secret")
+    refused(r"server\.key_secret and .*server\.key are not of one pair")
+    listen()
+    assert caplog.text == ""
+    (folder / "client.key").unlink()
+    listen()
+    assert f"{folder} holds no client's NAME.key: only who has server.key_secret can connect" in caplog.text
 
 
 @pytest.mark.parametrize("verb", [["launch"], ["queue"], ["status"], ["actor"]])
