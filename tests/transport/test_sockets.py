@@ -238,3 +238,38 @@ async def test_a_send_and_a_receive_wait_for_a_peer_together():
                 while not answers:
                     await trio.sleep(0.001)
     assert answers == [b"?!"]
+
+
+@pytest.mark.slow
+@pytest.mark.trio
+async def test_a_message_may_take_longer_than_any_heartbeat():
+    """A link that stands still for 12 s in the middle of a message: it arrives, over the one connection."""
+    connections = 0
+    with trio.fail_after(60):
+        async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as server, trio.open_nursery() as nursery:
+
+            async def forward(source: trio.SocketStream, sink: trio.SocketStream, stand_still: bool) -> None:
+                passed = 0
+                async for part in source:
+                    if stand_still and passed < 1 << 20 <= passed + len(part):
+                        await trio.sleep(12)  # longer than the ten seconds that a heartbeat waits elsewhere
+                    passed += len(part)
+                    await sink.send_all(part)
+
+            async def relay(client: trio.SocketStream) -> None:
+                nonlocal connections
+                connections += 1
+                port = int(server.address.rpartition(":")[2])
+                queue = await trio.open_tcp_stream("127.0.0.1", port)
+                async with trio.open_nursery() as both:
+                    both.start_soon(forward, client, queue, True)
+                    both.start_soon(forward, queue, client, False)
+
+            [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            nursery.start_soon(trio.serve_listeners, relay, [listener])
+            address = f"tcp://127.0.0.1:{listener.socket.getsockname()[1]}"
+            async with open_socket(zmq.DEALER, connect=address) as client:
+                await client.send([b"x" * (16 << 20)])
+                assert len((await server.receive())[1]) == 16 << 20
+            assert connections == 1
+            nursery.cancel_scope.cancel()
