@@ -27,8 +27,8 @@ AMOUNT: dict[Length, tuple[int, int, int, int]] = {
     "normal": (1_000, 50_000, 1_000, 15),
     "long": (4_000, 200_000, 5_000, 15),
 }
-"""Messages of 1 MiB, of 16 KiB, round trips through the codec, and runs of each: many, as one run may have half the speed
-of the next, whoever it is of."""
+"""Messages of 1 MiB, of 16 KiB, round trips through the codec, and runs of each: many, as one run may have half the
+speed of the next, whosever it is."""
 
 
 def run(length: Length) -> list[Figure]:
