@@ -128,8 +128,9 @@ class Group:
             return
         held, self._group = [self._group], None
         held[0].abort()
-        # Connections close with the last reference, which waits for an operation that is still under way.
-        threading.Thread(target=held.clear, name="leave-group", daemon=True).start()
+        # Connections close with the last reference, which waits for an operation that is still under way: that ends
+        # within its time-out. No daemon: gloo aborts a process that exits before it is done.
+        threading.Thread(target=held.clear, name="leave-group").start()
 
 
 def _build(keys: dist.Store, spec: GroupSpec, timeout: timedelta) -> tuple[Any, torch.device]:
