@@ -42,6 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except SystemExit:
         raise
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. What is still buffered must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except BaseException as error:
         lines, code = user_error(error), USER_ERROR
         if not lines:
@@ -62,6 +66,12 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     if rest:
         options.overrides += rest
     return options
+
+
+def _whole(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"value {text!r}, expected a whole number of 0 or more")
+    return int(text)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
@@ -318,7 +328,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--rank", type=int, default=0, help="rank to run (set by rank 0 for the others)")
     added.add_argument("--replay", type=Path, metavar="FILE", help="train recorded batches instead of leasing")
     added = role("actor", _actor, "one rollout actor: engine, gateway, environments")
-    added.add_argument("--index", type=int, default=0, help="number of this actor among its fleet (default 0)")
+    added.add_argument("--index", type=_whole, default=0, help="number of this actor among its fleet (default 0)")
     added = role("environment", _environment, "one environment against an actor that runs")
     added.add_argument("--name", help="name of the environment in CONFIG (default: its first)")
     added.add_argument("--url", required=True, help="address of the actor, http://127.0.0.1:PORT")

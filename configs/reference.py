@@ -23,11 +23,11 @@ the command line too, after the file, as `key=value`:
 
 Keys are dotted paths and list items have numbers (the number after the last item appends one). Values are YAML 1.2:
 `1e-6` is a number, `yes` is text, a whole number is fine where a number is wanted, and text that looks like a number
-needs quotes in a file. Relative paths start from the folder in which the command runs. Unknown keys, wrong types and
-knobs that contradict each other are errors, all reported at once, a line each:
+needs quotes in a file. Relative paths start from the folder in which the command runs. Unknown keys and wrong values are
+errors, all reported at once, a line each, and once there is none of them, knobs that contradict each other:
 
-    learner.clip_hi: unknown key, value 3, did you mean correction.clip_high?
     staleness.max: value 'two', expected a whole number
+    learner.clip_hi: unknown key, value 3, did you mean correction.clip_high?
 
 `lachesis validate FILE [key=value ...]` checks a configuration and starts nothing. Every run writes the whole of its
 own to `config.yaml` in its folder.

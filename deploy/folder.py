@@ -71,7 +71,10 @@ def placed(config: Config, folder: Path, model: Path) -> Config:
 
     Raises ConfigError naming the key when an address is taken or is not on this node.
     """
-    queue, weights = _free({"queue.address": config.queue.address, "weights.address": config.weights.address})
+    addresses = {"queue.address": config.queue.address, "weights.address": config.weights.address}
+    if config.queue.metrics_address is not None:
+        addresses["queue.metrics_address"] = config.queue.metrics_address
+    queue, weights, *_ = _free(addresses)
     if config.actor.port:
         _free({f"actor.port + {i}": f"tcp://127.0.0.1:{config.actor.port + i}" for i in range(config.actor.count)})
     keys = None if config.run.keys is None else str(Path(config.run.keys).resolve())

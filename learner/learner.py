@@ -228,6 +228,10 @@ class _Lead(_Rank):
             )
         size = self.config.queue.batch_groups
         line = None
+        try:
+            next(read_groups(path), None)  # before anything is written beside
+        except MessageError as error:
+            raise ConfigError([f"--replay: {error}"]) from error
         with MetricsWriter(self.folder, step=self.step) as metrics:
             try:
                 groups = islice(read_groups(path), self.step * size, None)

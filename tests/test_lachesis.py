@@ -187,3 +187,19 @@ def test_what_is_no_override_is_not_taken_for_one(extra, capsys):
         lachesis.main(["launch", "a.yaml", "--resume", extra])
     assert ended.value.code == 2
     assert f"unrecognized arguments: {extra}" in capsys.readouterr().err
+
+
+def test_whoever_stops_reading_ends_the_output_quietly(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("{}")
+    program = [sys.executable, "-m", "lachesis", "validate", str(config)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert (process.wait(60), errors) == (128 + signal.SIGPIPE, b"")
+
+
+def test_the_index_of_an_actor_is_a_whole_number(capsys):
+    with pytest.raises(SystemExit):
+        lachesis.main(["actor", "config.yaml", "--index", "-1"])
+    assert "--index: value '-1', expected a whole number of 0 or more" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def read_groups(path: Path) -> Iterator[Group]:
     malformed group, and FileNotFoundError.
     """
     with path.open("rb") as file:
-        where = f"{path}: header"
+        where = f"{path}: not a file of groups"
         try:
             _read_header(file)
             number = 0

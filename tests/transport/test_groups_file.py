@@ -75,13 +75,13 @@ def test_a_file_cut_short_names_the_group(path: Path, cut: int) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "model.safetensors"
     other.write_bytes(b"\x08\x00\x00\x00PK\x03\x04nothing")
-    with pytest.raises(MessageError, match=r"model.safetensors: header: frame: not msgpack"):
+    with pytest.raises(MessageError, match=r"model.safetensors: not a file of groups: frame: not msgpack"):
         list(read_groups(other))
     other.write_bytes(b"")
-    with pytest.raises(MessageError, match=r"header: frame: not msgpack"):
+    with pytest.raises(MessageError, match=r"not a file of groups: frame: not msgpack"):
         list(read_groups(other))
     other.write_bytes(b"\xff\xff\xff\xff")
-    with pytest.raises(MessageError, match="header: frame: 4294967295 bytes, expected at most"):
+    with pytest.raises(MessageError, match="not a file of groups: frame: 4294967295 bytes, expected at most"):
         list(read_groups(other))
 
 
