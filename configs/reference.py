@@ -23,8 +23,8 @@ the command line too, after the file, as `key=value`:
 
 Keys are dotted paths and list items have numbers (the number after the last item appends one). Values are YAML 1.2:
 `1e-6` is a number, `yes` is text, a whole number is fine where a number is wanted, and text that looks like a number
-needs quotes in a file. Relative paths start from the folder in which the command runs. Unknown keys and wrong values are
-errors, all reported at once, a line each, and once there is none of them, knobs that contradict each other:
+needs quotes in a file. Relative paths start from the folder in which the command runs. Unknown keys and wrong values
+are errors, all reported at once, a line each, and once there is none of them, knobs that contradict each other:
 
     staleness.max: value 'two', expected a whole number
     learner.clip_hi: unknown key, value 3, did you mean correction.clip_high?
