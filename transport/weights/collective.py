@@ -8,7 +8,6 @@ thread.
 from __future__ import annotations
 
 import socket
-import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -126,11 +125,9 @@ class Group:
         """Leave; peers that still wait for this rank fail at once."""
         if self._group is None:
             return
-        held, self._group = [self._group], None
-        held[0].abort()
-        # Connections close with the last reference, which waits for an operation that is still under way: that ends
-        # within its time-out. No daemon: gloo aborts a process that exits before it is done.
-        threading.Thread(target=held.clear, name="leave-group").start()
+        group, self._group = self._group, None
+        # Connections close with the last reference, here: gloo ends a process in which another thread did this.
+        group.abort()
 
 
 def _build(keys: dist.Store, spec: GroupSpec, timeout: timedelta) -> tuple[Any, torch.device]:
