@@ -17,6 +17,10 @@ from tiny import TinyServer, make_tiny_model, serve_tiny
 from lachesis_actors.engine import Engine, attach_engine
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--versions", type=int, default=200, help="versions of the test that publishes many in a row")
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny Llama with tokenizer and chat template, in Hugging Face format."""

@@ -167,9 +167,14 @@ async def across(follower: Follower, publication: Publication, *, requests: int)
         answers.extend(await follower.engine.generate(PROMPT, LONG))
 
     async with trio.open_nursery() as nursery:
-        for _ in range(requests):
+        # One place stays free for the request that tells that these run; then more come than have a place.
+        for _ in range(SEQUENCES - 1):
             nursery.start_soon(ask)
+        await trio.sleep(0.1)  # they are sent first
         await alone_when_busy(follower.engine)
+        for _ in range(requests - (SEQUENCES - 1)):
+            nursery.start_soon(ask)
+        await trio.sleep(0.1)
         await follower.reach(await publication.publish(1))
     return answers
 
@@ -200,7 +205,8 @@ async def test_requests_across_an_activation(
         attach_engine(fresh.url) as reference,
     ):
         before = await alone(follower.engine, PROMPT)
-        answers = await across(follower, publication, requests=SEQUENCES + 2)
+        # Several rounds of them: however long the version takes, some run when it comes and some wait.
+        answers = await across(follower, publication, requests=5 * SEQUENCES)
         after = await alone(follower.engine, PROMPT)
         want = await alone(reference, PROMPT)
         [rest] = await reference.generate(PROMPT, LONG)
@@ -211,9 +217,9 @@ async def test_requests_across_an_activation(
     # A new request meets no key or value of the old weights, though its prompt was in the cache.
     assert_same(after, want)
 
-    ran = [a for a in answers if a.versions[0] == 0]
+    ran = [a for a in answers if set(a.versions.tolist()) == {0, 1}]
     waited = [a for a in answers if a.versions[0] == 1]
-    assert len(ran) >= SEQUENCES - 1
+    assert len(ran) >= 1
     assert len(waited) >= 1
     # Nor does one that waited inside the engine meanwhile.
     for answer in waited:
