@@ -123,7 +123,7 @@ def _running(*arguments: str) -> Iterator[Child]:
     def watch() -> None:
         """Its clients would wait for it for ever."""
         code = process.wait()
-        if not over.is_set():
+        if code and not over.is_set():
             print(f"lachesis bench: the process of the {arguments[0]} ended with {code}", file=sys.stderr, flush=True)
             signal.raise_signal(signal.SIGINT)
 
