@@ -20,6 +20,7 @@ import math
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from itertools import count
 
 import trio
 import zmq
@@ -43,6 +44,8 @@ CURVE_BYTES = 33
 ZAP = "inproc://zeromq.zap.01"
 REFUSALS_LOGGED_EVERY_SECONDS = 60.0
 TURNS = 16
+_CLOSINGS = count()
+"""Names of their own for the sockets that tell of a closed listener: ZeroMQ frees one some time after its use."""
 
 
 def check_loopback(address: str) -> None:
@@ -231,7 +234,7 @@ def _bound(socket: zmq.Socket[bytes], address: str) -> Iterator[None]:
         socket.bind(address)
     except zmq.ZMQError as error:
         raise OSError(error.errno, f"address: {address} cannot be bound: {error.strerror}") from None
-    closing = f"inproc://closing-{id(socket)}"
+    closing = f"inproc://closing-{next(_CLOSINGS)}"
     socket.monitor(closing, zmq.EVENT_CLOSED)
     with socket.context.socket(zmq.PAIR) as monitor:
         monitor.linger = 0

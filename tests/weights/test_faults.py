@@ -74,7 +74,9 @@ async def strike_one(tmp_path: Path, fault: str, channel: str) -> None:
             raise Missed
         assert report.members == ("actor-0",)
         late = f"version {version} not staged within {deadline:g} s"
-        assert report.removed == {"victim": late if fault == "SIGSTOP" else "disconnected for 3 s"}
+        # A dead member is missed sooner than the deadline, unless the machine is busy; a frozen one never is.
+        assert report.removed["victim"] in ([late] if fault == "SIGSTOP" else ["disconnected for 3 s", late])
+        assert list(report.removed) == ["victim"]
         # A frozen member's system may have taken the rest: then the collective is complete for the others.
         assert report.channel == channel or (channel, report.channel) == ("collective", "collective+stream")
         assert report.seconds < deadline + 0.5
