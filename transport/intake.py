@@ -132,8 +132,7 @@ class Intake(State):
         kept = [] if kept is None else kept
         if not self._fits(ticket, kept):
             kept += self._places_to_keep(ticket, waiting)
-            progress = len(self._tickets) + len(self._ready) + (len(self._lease.groups) if self._lease else 0)
-            return Wait(f"{progress} groups in progress are enough for the batches from {first} on")
+            return Wait(f"{self.in_progress} groups in progress are enough for the batches from {first} on")
         ticket.item, ticket.attempts = self.items.take(environment)
         self._next_ticket += 1
         self._tickets[ticket.number] = self._asks[actor, ask] = ticket
@@ -163,8 +162,7 @@ class Intake(State):
         while less than a batch is in progress: the next one has to come about without those that are behind.
         """
         newest = self.next_depth + self.rules.staleness_max
-        leased = len(self._lease.groups) if self._lease else 0
-        if refused.deadline >= newest or len(self._tickets) + len(self._ready) + leased < self.rules.batch_groups:
+        if refused.deadline >= newest or self.in_progress < self.rules.batch_groups:
             return []
         share = min(waiting, max(1, self.rules.batch_groups // len(self.actors)))
         return list(uses_to_come(newest, self.rules.reuse)) * share

@@ -110,9 +110,8 @@ class Replay(Intake):
             dropped=self._ledger.lost(),
         )
         for entry in chosen:
-            entry.ready, entry.holders = False, entry.holders + 1
-            del self._ready[entry.group_id]
-            self._entries.touch(entry.group_id)
+            self._take_out(entry)
+            entry.holders += 1
         self._lease = self._batches[version] = lease
         self._scores = Scores()
         self._ledger.mark()
@@ -248,9 +247,7 @@ class Replay(Intake):
         for ticket in list(self._tickets.values()):
             self._void(ticket, "finished")
         for entry in list(self._ready.values()):
-            del self._ready[entry.group_id]
-            entry.ready = False
-            self._entries.touch(entry.group_id)
+            self._take_out(entry)
             if not entry.uses:
                 self._ledger.counts["groups_left"] += 1
                 self._ledger.note("left", group=entry.group_id, reason="finished")

@@ -162,6 +162,11 @@ class State:
         """Bytes of the groups that are trained and in no checkpoint yet."""
         return sum(lease.nbytes for lease in self._batches.values() if lease.trained)
 
+    @property
+    def in_progress(self) -> int:
+        """Open tickets, and groups that are ready or leased."""
+        return len(self._tickets) + len(self._ready) + (len(self._lease.groups) if self._lease else 0)
+
     def state(self) -> dict[str, Any]:
         """What every heartbeat carries back."""
         finished = self.final is not None
@@ -169,13 +174,12 @@ class State:
 
     def statistics(self) -> dict[str, Any]:
         """Counts since the run started, and what the queue holds now."""
-        leased = len(self._lease.groups) if self._lease else 0
         return {
             **self._ledger.statistics(),
             "staleness_max": self._oldest,
             "ready": len(self._ready),
-            "leased": leased,
-            "live_tickets": len(self._tickets) + len(self._ready) + leased,
+            "leased": len(self._lease.groups) if self._lease else 0,
+            "live_tickets": self.in_progress,
             "bytes_held": self.bytes_held,
             "bytes_uncommitted": self.bytes_uncommitted,
             "actors": {a.name: {"version": a.version} for a in self.actors.values()},
@@ -296,18 +300,20 @@ class State:
         self._ledger.counts["groups_returned"] += len(lease.groups)
         self._ledger.note("returned", version=lease.version, groups=lease.names)
 
-    def _give_up_uses(self, entry: Entry) -> None:
-        """It is trained as often as it may be."""
+    def _take_out(self, entry: Entry) -> None:
+        """No batch may take it from now on."""
         del self._ready[entry.group_id]
         entry.ready = False
         self._entries.touch(entry.group_id)
+
+    def _give_up_uses(self, entry: Entry) -> None:
+        """It is trained as often as it may be."""
+        self._take_out(entry)
         self._forget_if_done(entry, "trained")
 
     def _drop(self, entry: Entry) -> None:
         """No batch takes it any more: it is too old."""
-        del self._ready[entry.group_id]
-        entry.ready = False
-        self._entries.touch(entry.group_id)
+        self._take_out(entry)
         if not entry.uses:
             self._ledger.dropped["stale"] += 1
             self._ledger.note("dropped", group=entry.group_id, reason="stale")
