@@ -57,17 +57,20 @@ def choose(
 
 
 def places(item: Ticket | Entry, rules: Rules, depth: int, *, last: int | None = None) -> list[int]:
-    """Deadlines of the batches that are still to take it, from the one at `depth` on (`last`: see `uses_to_come`)."""
-    uses = rules.reuse - (item.uses if isinstance(item, Entry) else 0)
-    deadline = max(item.deadline, depth)
+    """Deadlines of the batches that are still to take it, from the one at `depth` on.
+
+    Of those beyond `last`, the depth at which the run ends, only the first use of all counts, which must still fit.
+    """
+    used = item.uses if isinstance(item, Entry) else 0
+    uses, deadline = rules.reuse - used, max(item.deadline, depth)
     if isinstance(item, Ticket):
         # Its group may bring younger tokens than it promised: all its places are kept, from the first one on.
         deadline = max(deadline, depth + uses - 1)
     # A group that is behind is used less often, never too late.
-    due = list(uses_to_come(deadline, min(uses, deadline - depth + 1), last=last))
-    if last is not None and isinstance(item, Entry) and item.uses and item.deadline - uses + 1 > last:
-        return []  # it was trained, and the run ends before it would be again
-    return due
+    due = uses_to_come(deadline, min(uses, deadline - depth + 1))
+    if last is None:
+        return list(due)
+    return [d for d in due if d <= last] or ([] if used else [last])
 
 
 def next_use(item: Ticket | Entry, rules: Rules, depth: int) -> int:

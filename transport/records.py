@@ -184,13 +184,9 @@ class Lease:
         )
 
 
-def uses_to_come(deadline: int, uses: int, *, last: int | None = None) -> Iterable[int]:
+def uses_to_come(deadline: int, uses: int) -> range:
     """Deadlines of the next `uses` batches that take one group, the last of them due by `deadline`.
 
-    They are in different batches, so each is due one depth before the next. With `last`, the depth at which the run
-    ends, the first use must still fit and later ones count only if they do.
+    They are in different batches, so each is due one depth before the next.
     """
-    first = deadline - uses + 1
-    if last is not None and first >= last:
-        return (last,)
-    return range(first, (deadline if last is None else min(deadline, last)) + 1)
+    return range(deadline - uses + 1, deadline + 1)
