@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
@@ -26,6 +27,7 @@ from lachesis_transport.inspection import inspect
 from lachesis_transport.keys import load_keys
 from lachesis_transport.messages import Group, MessageError, batch_wire, pack, take, unpack
 from lachesis_transport.metrics import QueueMetrics, serve_metrics
+from lachesis_transport.queue_files import DATABASE, EVENTS, STATISTICS
 from lachesis_transport.records import Lease
 from lachesis_transport.replay import Replay
 from lachesis_transport.requests import Peer, Reply, Requests
@@ -34,10 +36,6 @@ from lachesis_transport.sqlite_store import SqliteStore
 from lachesis_transport.store import QUARANTINED_BYTES, Refused, Store, StoreError
 
 log = logging.getLogger("lachesis.queue")
-
-DATABASE = "queue.db"
-EVENTS = "events.jsonl"
-STATISTICS = "queue.json"
 
 TICK_SECONDS = 0.25
 STALL_SECONDS = 1.0
@@ -225,7 +223,7 @@ class Broker:
 
     def _grant_tickets(self, asks: dict[tuple[str, str, int], list[_Parked]]) -> None:
         """Try the requests for tickets (actor, environment, version -> oldest first), whose turn it is first."""
-        self._requests.begin_round({actor: len(parked) for (actor, _, _), parked in asks.items()})
+        self._requests.begin_round(Counter(parked.peer.name for waiting in asks.values() for parked in waiting))
         turns = [(self.replay.turn(*kind[:2]), kind) for kind in asks]
         heapify(turns)
         refused: dict[int, str] = {}

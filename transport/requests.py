@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ class Requests:
     def __init__(self, replay: Replay, config: Config, *, queue_id: str) -> None:
         self._replay, self._config, self._queue_id = replay, config, queue_id
         self._kept: list[int] = []
-        self._waiting: dict[str, int] = {}
+        self._waiting: Counter[str] = Counter()
         self._operations: dict[tuple[str, str], Callable[[Peer, dict[str, Any], float], Reply]] = {
             ("actor", "ticket"): self._ticket,
             ("actor", "void"): self._void,
@@ -67,7 +68,7 @@ class Requests:
             kept["environment"] = _short(message, "environment")
         return kept
 
-    def begin_round(self, waiting: dict[str, int]) -> None:
+    def begin_round(self, waiting: Counter[str]) -> None:
         """Requests for tickets are tried from now on in the order of their turns; `waiting`: how many, by actor."""
         self._kept = []
         self._waiting = waiting
@@ -147,7 +148,7 @@ class Requests:
             environment=take(message, "environment", str),
             now=now,
             kept=self._kept,
-            waiting=self._waiting.get(peer.name, 1),
+            waiting=self._waiting[peer.name],
         )
         if isinstance(answer, Wait):
             return {"wait": answer.why}

@@ -1,0 +1,5 @@
+"""Names of what the queue keeps in a run folder."""
+
+DATABASE = "queue.db"
+EVENTS = "events.jsonl"
+STATISTICS = "queue.json"
