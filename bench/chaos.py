@@ -29,6 +29,7 @@ from lachesis_bench.chaos_fleet import BATCH_GROUPS, QUEUE, STALENESS_MAX, Chaos
 from lachesis_bench.chaos_history import Verdict, judge, read_history
 from lachesis_bench.chaos_learner import CHECKPOINT_EVERY
 from lachesis_bench.figures import Figure, Length
+from lachesis_transport.queue_files import STATISTICS
 
 SEED = 20261130
 LOST = ("lost", "foreign", "wrong_answers")
@@ -169,7 +170,7 @@ def _outcome(folder: Path, *, kills: int = 0, freezes: int = 0) -> Outcome:
     history = read_history(folder)
     return Outcome(
         verdict=judge(history, staleness_max=STALENESS_MAX),
-        counted_violations=json.loads((folder / "queue.json").read_text())["bound_violations"],
+        counted_violations=json.loads((folder / STATISTICS).read_text())["bound_violations"],
         kills=kills,
         freezes=freezes,
         batches=len({t.batch for t in history.batches}),

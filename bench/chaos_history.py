@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lachesis_transport.messages import pack, unpack
+from lachesis_transport.queue_files import EVENTS
 
 LEARNER_JOURNAL = "learner.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -144,7 +145,7 @@ def read_history(folder: Path) -> History:
             history.batches += [Trained(g, c, line["batch"], tuple(v)) for g, c, v in line["groups"]]
     checkpoint = newest_checkpoint(folder)
     history.final = checkpoint.trained if checkpoint else []
-    history.events = [e for e in read_lines(folder / "events.jsonl") if e.get("source") == "queue"]
+    history.events = [e for e in read_lines(folder / EVENTS) if e.get("source") == "queue"]
     return history
 
 

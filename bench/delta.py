@@ -60,11 +60,15 @@ def recorded_share(rate: str, slices: dict[str, np.ndarray]) -> Figure:
         for start, stop in blocks(len(base)):
             writer.add(base[start:stop], differences[start:stop])
     payload = writer.finish()
+    return _share(f"recorded_lr{rate}", payload, floor, of=", slices of a real step's delta")
+
+
+def _share(what: str, payload: bytes | memoryview, floor: float, *, of: str = "") -> Figure:
     return Figure(
-        figure=f"delta.floor_share_recorded_lr{rate}",
+        figure=f"delta.floor_share_{what}",
         value=len(payload) / 1e6,
         unit="MB",
-        against="entropy of positions and differences, slices of a real step's delta",
+        against=f"entropy of positions and differences{of}",
         reference=floor / 1e6,
         ratio=floor / len(payload),
     )
@@ -104,14 +108,7 @@ class _Trial:
         back = self.encoder.encode().payload
         self.mirror.apply(payload, sizes=[len(payload)])
         self.mirror.apply(back, sizes=[len(back)])
-        return Figure(
-            figure=f"delta.floor_share_{self.density:g}",
-            value=len(payload) / 1e6,
-            unit="MB",
-            against="entropy of positions and differences",
-            reference=floor / 1e6,
-            ratio=floor / len(payload),
-        )
+        return _share(f"{self.density:g}", payload, floor)
 
     def timings(self, runs: int) -> list[Figure]:
         """Encoding against comparing both copies, applying against copying all weights.

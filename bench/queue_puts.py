@@ -21,11 +21,11 @@ import trio
 
 from lachesis_bench.figures import Figure
 from lachesis_bench.queue_load import Groups, Shape, run_folder, running_queue
-from lachesis_transport.broker import EVENTS
 from lachesis_transport.consumer import Consumer, open_consumer
 from lachesis_transport.database import configure
 from lachesis_transport.messages import Group
 from lachesis_transport.producer import Producer, Ticket, open_producer
+from lachesis_transport.queue_files import EVENTS
 
 IN_FLIGHT = 64
 BATCH = 50

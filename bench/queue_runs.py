@@ -13,10 +13,10 @@ import zmq
 from lachesis_bench.figures import Figure
 from lachesis_bench.queue_load import Groups, Shape, fleet, run_folder, running_echo, running_queue
 from lachesis_bench.queue_puts import spread
-from lachesis_transport.broker import DATABASE, STATISTICS
 from lachesis_transport.client import queue_status
 from lachesis_transport.messages import pack
 from lachesis_transport.producer import Ticket
+from lachesis_transport.queue_files import DATABASE, STATISTICS
 
 BATCH, STALENESS = 16, 2
 SCALING_BATCH = 32

@@ -13,7 +13,6 @@ from pathlib import Path
 import trio
 
 from lachesis_configs.schema import Config
-from lachesis_deploy.folder import STATE
 from lachesis_deploy.inspection import ANSWER_SECONDS, queue_address
 from lachesis_deploy.status import ask
 from lachesis_transport.client import QueueError, queue_status
@@ -21,6 +20,7 @@ from lachesis_transport.groups_file import read_groups, read_queue_id, write_gro
 from lachesis_transport.keys import Keys, load_keys
 from lachesis_transport.messages import Group, MessageError, content_id, take
 from lachesis_transport.producer import open_producer
+from lachesis_transport.queue_files import DATABASE
 from lachesis_transport.sockets import plain_errors
 from lachesis_transport.sqlite_store import Peek, peek
 from lachesis_transport.store import StoreError
@@ -46,7 +46,7 @@ def export_groups(folder: Path, file: Path) -> int:
         return 2
     left: list[str] = []
     try:
-        held = peek(folder / STATE)
+        held = peek(folder / DATABASE)
         written = write_groups(file, _contents(held, left), queue_id=held.queue_id)
     except (StoreError, MessageError) as error:
         print(f"lachesis queue: {error}", file=sys.stderr)

@@ -17,9 +17,6 @@ from lachesis_configs.schema import Config
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
-EVENTS = "events.jsonl"
-QUEUE = "queue.json"
-STATE = "queue.db"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 LOGS = "logs"

@@ -16,12 +16,13 @@ from rich.text import Text
 
 from lachesis_configs.load import load_config
 from lachesis_configs.schema import Config
-from lachesis_deploy.folder import CONFIG, STATE
+from lachesis_deploy.folder import CONFIG
 from lachesis_deploy.status import ask
 from lachesis_transport.broker import rules
 from lachesis_transport.inspection import inspect
 from lachesis_transport.keys import load_keys
 from lachesis_transport.messages import MessageError, take
+from lachesis_transport.queue_files import DATABASE
 from lachesis_transport.replay import Replay
 from lachesis_transport.sqlite_store import Peek, peek
 from lachesis_transport.store import StoreError
@@ -64,7 +65,7 @@ def look(config: Config, folder: Path) -> dict[str, Any]:
     if reply is not None:
         head = {"source": "queue", "address": address, "run": take(reply, "run_name", str), "queue": reply["queue"]}
         return {**head, **take(reply, "inspection", dict)}
-    database = folder / STATE
+    database = folder / DATABASE
     try:
         held = peek(database)
         changed = max(path.stat().st_mtime for path in (database, Path(f"{database}-wal")) if path.exists())

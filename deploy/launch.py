@@ -17,10 +17,8 @@ from lachesis_configs.schema import Config
 from lachesis_deploy.audit import lasting
 from lachesis_deploy.folder import (
     CONFIG,
-    EVENTS,
     LOGS,
     METRICS,
-    QUEUE,
     REPORT,
     SUMMARY,
     default_folder,
@@ -37,6 +35,7 @@ from lachesis_deploy.resume import check_resumable, folder_to_resume, nothing_le
 from lachesis_deploy.summary import Summary, summarise
 from lachesis_deploy.supervisor import GRACE_SECONDS, RoleFailed, supervise
 from lachesis_transport.keys import load_keys
+from lachesis_transport.queue_files import EVENTS, STATISTICS
 
 logger = logging.getLogger("lachesis.launch")
 
@@ -162,7 +161,11 @@ def close_run(folder: Path) -> Summary:
         raise ConfigError([f"{folder}: no such folder, expected the folder of a run"])
     config_path = folder / CONFIG
     config = load_config(config_path) if config_path.exists() else None
-    metrics, events, queue = lasting(read_all(folder / METRICS)), read_all(folder / EVENTS), read_json(folder / QUEUE)
+    metrics, events, queue = (
+        lasting(read_all(folder / METRICS)),
+        read_all(folder / EVENTS),
+        read_json(folder / STATISTICS),
+    )
     if not metrics and not events:
         raise ConfigError([f"{folder}: has neither {METRICS} nor {EVENTS}, expected the folder of a run"])
     summary = summarise(

@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lachesis_configs.schema import Config
-from lachesis_deploy.folder import EVENTS, LOGS, METRICS, QUEUE
+from lachesis_deploy.folder import LOGS, METRICS
 from lachesis_deploy.processes import tail
 from lachesis_deploy.records import JsonLines, Record, number, numbers, read_json
+from lachesis_transport.queue_files import EVENTS, STATISTICS
 
 RECENT_STEPS = 8
 """Steps whose pace gives the estimate of what is left."""
@@ -150,7 +151,7 @@ async def show_progress(config: Config, folder: Path, *, interval: float = 0.5) 
     def refresh() -> list[str]:
         lines = [line for record in metrics.read() for line in take_step(record)]
         lines += [line for record in events.read() if (line := progress.event(record))]
-        progress.queue = read_json(folder / QUEUE) or progress.queue
+        progress.queue = read_json(folder / STATISTICS) or progress.queue
         return lines
 
     if not sys.stdout.isatty():

@@ -9,8 +9,9 @@ from typing import Any
 from lachesis_configs.load import ConfigError, load_config
 from lachesis_configs.schema import Config
 from lachesis_deploy.audit import lasting
-from lachesis_deploy.folder import CONFIG, METRICS, QUEUE, STATE, default_folder, earlier_folders
+from lachesis_deploy.folder import CONFIG, METRICS, default_folder, earlier_folders
 from lachesis_deploy.records import number, numbers, read_all, read_json
+from lachesis_transport.queue_files import DATABASE, STATISTICS
 
 FIXED = {
     "run.seed": "the queue numbers the prompts that it gives",
@@ -38,15 +39,15 @@ def folder_to_resume(config: Config, config_path: str) -> Path:
     inside = Path(config_path).resolve() == (wanted / CONFIG).resolve()
     folders = [wanted] if inside else list(earlier_folders(wanted))
     for folder in reversed(folders):
-        if (folder / STATE).is_file():
+        if (folder / DATABASE).is_file():
             return folder
-    found = f"holds no {STATE}" if folders else "is not there"
+    found = f"holds no {DATABASE}" if folders else "is not there"
     raise ConfigError([f"--resume: {wanted} {found}, expected the folder of a run; without --resume a new one starts"])
 
 
 def nothing_left(config: Config, folder: Path) -> bool:
     """Whether the run in `folder` has finished with all the steps of `config`."""
-    queue = read_json(folder / QUEUE) or {}
+    queue = read_json(folder / STATISTICS) or {}
     return queue.get("finished") is True and (number(queue, "step") or 0) >= config.run.steps
 
 
