@@ -2,7 +2,8 @@
 
 The weights are random bf16 tensors in the shapes of a small transformer; a step moves a share of them by a few units in
 the last place, nine of ten by one, at random positions. Real deltas, recorded by record_deltas.py at several learning
-rates, are measured for their size too.
+rates, are measured for their size too; they are smaller than their floor, as where weights change is not random: it
+depends on how small they are, which both sides know.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ import torch
 import zstandard
 
 from lachesis_bench.figures import Figure, Length
+from lachesis_configs.models import resolve_model
 from lachesis_learner.shards import Shard, ShardEncoder
-from lachesis_transport.weights.codec import DeltaWriter, blocks
+from lachesis_transport.weights.codec import DeltaWriter, FineBound, blocks
 from lachesis_transport.weights.mirror import Mirror
 
 DENSITIES = (0.001, 0.01, 0.025, 0.06, 0.14, 0.3, 0.6)
 TIMED = (0.001, 0.01, 0.025, 0.14)
 
 RECORDING = Path(__file__).parent / "data" / "deltas.msgpack.zst"
-"""{learning rate: {name of a slice: differences of its bits, int16 little-endian}} of real training steps."""
+"""{learning rate: {name of a tensor: what its first bits differ by after a training step, uint16 little-endian}}."""
+
+MODEL = "smollm2-135m-instruct"
+"""Whose steps these are; the bits before them are its own."""
 
 AMOUNT: dict[Length, tuple[int, int]] = {"short": (6, 3), "normal": (30, 5), "long": (30, 15)}
 """Layers, and runs of each timing."""
@@ -44,23 +49,43 @@ def run(length: Length) -> list[Figure]:
     return figures + [recorded_share(rate, slices) for rate, slices in recorded().items()]
 
 
-def recorded() -> dict[str, dict[str, np.ndarray]]:
-    """Learning rate -> name -> differences of the bits (uint16) that one training step made in that slice."""
+Slices = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Name of a tensor -> its first bits (uint16) before and after a step."""
+
+
+def recorded() -> dict[str, Slices]:
+    """Learning rate -> what one training step made of the model's weights."""
     rates = msgpack.unpackb(zstandard.decompress(RECORDING.read_bytes()))
-    return {rate: {name: np.frombuffer(raw, "<u2") for name, raw in slices.items()} for rate, slices in rates.items()}
+    model = Mirror.load(resolve_model(MODEL))
+    start = dict(zip(model.layout.names, model.layout.offsets, strict=True))
+    steps: dict[str, Slices] = {}
+    for rate, slices in rates.items():
+        steps[rate] = {}
+        for name, raw in slices.items():
+            difference = np.frombuffer(raw, "<u2")
+            before = model.bits[start[name] : start[name] + len(difference)]
+            steps[rate][name] = before, before + difference
+    return steps
 
 
-def recorded_share(rate: str, slices: dict[str, np.ndarray]) -> Figure:
-    """The size of one recorded delta. The codec sees differences alone, so the base may as well be 0."""
-    writer = DeltaWriter(blocks=sum(1 for d in slices.values() for _ in blocks(len(d))))
-    floor = 0.0
-    for differences in slices.values():
-        base = np.zeros_like(differences)
-        floor += floor_bytes(base, differences)
-        for start, stop in blocks(len(base)):
-            writer.add(base[start:stop], differences[start:stop])
-    payload = writer.finish()
-    return _share(f"recorded_lr{rate}", payload, floor, of=", slices of a real step's delta")
+def recorded_share(rate: str, slices: Slices) -> Figure:
+    """The size of one recorded delta against its floor."""
+    floor = sum(floor_bytes(before, after) for before, after in slices.values())
+    return _share(f"recorded_lr{rate}", recorded_payload(slices), floor, of=", slices of a real step's delta")
+
+
+def recorded_payload(slices: Slices) -> bytes:
+    """A recorded delta, as of a writer that has learned from one like it."""
+    fine = FineBound()
+    for _ in range(2):
+        writer = DeltaWriter(blocks=sum(1 for before, _ in slices.values() for _ in blocks(len(before))), fine=fine)
+        for before, after in slices.values():
+            base = before.copy()
+            for start, stop in blocks(len(base)):
+                writer.add(base[start:stop], after[start:stop])
+        payload = writer.finish()
+        fine.learn()
+    return payload
 
 
 def _share(what: str, payload: bytes | memoryview, floor: float, *, of: str = "") -> Figure:

@@ -23,12 +23,11 @@ import torch
 import trio
 from safetensors.torch import save_file
 
-from lachesis_bench.delta import recorded
+from lachesis_bench.delta import recorded, recorded_payload
 from lachesis_bench.figures import Figure, Length
 from lachesis_bench.publish_fleet import Fleet, open_fleet
 from lachesis_learner.publisher import Publisher
 from lachesis_learner.shards import Shard, ShardEncoder
-from lachesis_transport.weights.codec import DeltaWriter, blocks
 from lachesis_transport.weights.layout import Layout
 
 Channel = Literal["collective", "stream"]
@@ -88,16 +87,12 @@ def recorded_bytes(rate: str) -> Figure:
         * (layers / 3 if "layers" in name else 1)
         for name in slices
     }
-    share = min(len(differences) / numels[name] for name, differences in slices.items())
-    cut = [differences[: max(1, int(share * numels[name]))] for name, differences in slices.items()]
-    writer = DeltaWriter(blocks=sum(1 for differences in cut for _ in blocks(len(differences))))
-    for differences in cut:
-        base = np.zeros_like(differences)  # the codec sees differences alone
-        for start, stop in blocks(len(base)):
-            writer.add(base[start:stop], differences[start:stop])
+    share = min(len(before) / numels[name] for name, (before, _) in slices.items())
+    kept = {name: max(1, int(share * numels[name])) for name in slices}
+    cut = {name: (before[: kept[name]], after[: kept[name]]) for name, (before, after) in slices.items()}
     return Figure(
         figure=f"publish.bytes_lr{rate}",
-        value=2 * sum(len(differences) for differences in cut) / len(writer.finish()),
+        value=2 * sum(kept.values()) / len(recorded_payload(cut)),
         unit="times",
         against="fewer bytes than all weights: slices of a real step of SmolLM2-135M",
     )

@@ -4,9 +4,9 @@
 
 For each learning rate SmolLM2-135M takes policy-gradient steps as a learner does (bf16 weights, float32 master copy,
 AdamW with the learner's defaults, gradients clipped to 1) on windows of this repository's documents, whose advantages
-have mean 0. The steps that fill Adam's averages are skipped and the next one is recorded: from each kind of tensor in
-the first, a middle and the last layer a slice of the difference of the bits modulo 2^16. The bits themselves aren't
-kept, because the codec sees the differences alone. Printed for each rate: the whole model's changed share and bytes.
+have mean 0. Steps at a rate of 0 fill Adam's averages; the next one is recorded: from each kind of tensor in the first,
+a middle and the last layer a slice of the difference of the bits modulo 2^16. The bits before are the model's own, so
+they aren't kept. Printed for each rate: the whole model's changed share and bytes.
 """
 
 from __future__ import annotations
@@ -20,57 +20,69 @@ import torch
 import zstandard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lachesis_bench.delta import RECORDING, floor_bytes
+from lachesis_bench.delta import MODEL, RECORDING, floor_bytes
 from lachesis_configs.models import resolve_model
 from lachesis_learner.shards import Shard, ShardEncoder
 
 SLICE = {"1e-6": 1 << 20, "1e-5": 1 << 18, "1e-4": 1 << 16}
 """Learning rate -> elements kept of each tensor, fewer where more changes."""
 
-MODEL = "smollm2-135m-instruct"
 WARM_STEPS = 10
 SEQUENCES, TOKENS = 4, 128
 
 
-def record(rate: str, *, dump: Path | None = None) -> dict[str, bytes]:
-    """Train at one learning rate and keep slices of the step after WARM_STEPS."""
-    torch.manual_seed(0)
-    folder = resolve_model(MODEL)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    live = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    masters = {name: _master(weight.detach()).requires_grad_() for name, weight in live.items()}
-    adam = torch.optim.AdamW(masters.values(), lr=float(rate), betas=(0.9, 0.999), weight_decay=0.0)
-    shards = [Shard(name=n, flat=w.detach().view(-1), start=0, numel=w.numel()) for n, w in live.items()]
-    encoder = ShardEncoder(shards, rank=0, ranks=1)
-    windows = _windows(folder)
-    before: dict[str, np.ndarray] = {}
-    for step in range(WARM_STEPS + 1):
-        if step == WARM_STEPS:
-            encoder.encode(anchor=True)
-            before = {name: _bits(weight) for name, weight in live.items()}
-        tokens = torch.stack([next(windows) for _ in range(SEQUENCES)])
-        logits = model(tokens).logits[:, :-1].float()
+class Training:
+    """SmolLM2-135M, training as a learner does; `encoder` encodes its weights."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        folder = resolve_model(MODEL)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self.live = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+        """The bf16 weights, by name."""
+        self._masters = {name: _master(weight.detach()).requires_grad_() for name, weight in self.live.items()}
+        self._adam = torch.optim.AdamW(self._masters.values(), lr=0.0, betas=(0.9, 0.999), weight_decay=0.0)
+        self._windows = _windows(folder)
+        shards = [Shard(name=n, flat=w.detach().view(-1), start=0, numel=w.numel()) for n, w in self.live.items()]
+        self.encoder = ShardEncoder(shards, rank=0, ranks=1)
+        for _ in range(WARM_STEPS):
+            self.step(0.0)
+        self.encoder.encode(anchor=True)
+
+    def step(self, rate: float) -> None:
+        """One optimizer step at this learning rate."""
+        tokens = torch.stack([next(self._windows) for _ in range(SEQUENCES)])
+        logits = self._model(tokens).logits[:, :-1].float()
         losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
         advantages = torch.randn(SEQUENCES, 1)
         advantages = (advantages - advantages.mean()) / advantages.std()
         (advantages * losses).mean().backward()
-        for name, weight in live.items():
+        for name, weight in self.live.items():
             assert weight.grad is not None
-            masters[name].grad = weight.grad.float()
+            self._masters[name].grad = weight.grad.float()
             weight.grad = None
-        torch.nn.utils.clip_grad_norm_(masters.values(), 1.0)
-        adam.step()
+        torch.nn.utils.clip_grad_norm_(self._masters.values(), 1.0)
+        self._adam.param_groups[0]["lr"] = rate
+        self._adam.step()
         with torch.no_grad():
-            for name, weight in live.items():
-                weight.copy_(masters[name])
+            for name, weight in self.live.items() if rate else ():
+                weight.copy_(self._masters[name])
+
+
+def record(rate: str) -> dict[str, bytes]:
+    """Slices of the first step at this learning rate."""
+    training = Training()
+    live = training.live
+    before = {name: _bits(weight) for name, weight in live.items()}
+    training.step(float(rate))
     after = {name: _bits(weight) for name, weight in live.items()}
-    blob = encoder.encode()
+    blob = training.encoder.encode()
+    training.step(float(rate))
+    second = training.encoder.encode()
     floor = sum(floor_bytes(before[name], after[name]) for name in live)
-    smaller, share = 2 * blob.total / len(blob.payload), floor / len(blob.payload)
     print(f"lr {rate}: {blob.changed / blob.total:.4%} of {blob.total:,} weights changed", flush=True)
-    print(f"    {smaller:.0f} times fewer bytes than all weights, floor/bytes {share:.3f}", flush=True)
-    if dump is not None:
-        np.savez(dump / f"{rate}.npz", **{name: after[name] - before[name] for name in live})
+    print(f"    {2 * blob.total / floor:.0f} times fewer bytes than all weights at the floor,", flush=True)
+    print(f"    {2 * second.total / len(second.payload):.0f} times in the next step's delta", flush=True)
     kept = {}
     layers = sorted({int(n.split(".")[2]) for n in live if n.startswith("model.layers.")})
     chosen = {f"model.layers.{layers[i]}." for i in (0, len(layers) // 2, -1)}
@@ -107,10 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="record weight deltas of real training steps")
     parser.add_argument("rates", nargs="*", default=[], metavar="RATE", help=f"of {', '.join(SLICE)}; default: all")
     parser.add_argument("--out", type=Path, default=RECORDING, help="file whose other rates are kept")
-    parser.add_argument("--dump", type=Path, help="folder for the whole differences too (270 MB a rate)")
     options = parser.parse_args()
     for rate in options.rates or SLICE:
-        slices = record(rate, dump=options.dump)
+        slices = record(rate)
         kept = msgpack.unpackb(zstandard.decompress(options.out.read_bytes())) if options.out.exists() else {}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_bytes(zstandard.ZstdCompressor(level=19).compress(msgpack.packb(kept | {rate: slices})))

@@ -13,7 +13,7 @@ import xxhash
 from lachesis_learner.device_baseline import Bits, DeviceBaseline, WholeBits
 from lachesis_transport.messages import MessageError, pack, take, unpack
 from lachesis_transport.weights.checksum import DIGEST_BYTES, shard_digests
-from lachesis_transport.weights.codec import DeltaWriter, NonFiniteBits, blocks, first_non_finite, read_delta
+from lachesis_transport.weights.codec import DeltaWriter, FineBound, NonFiniteBits, blocks, first_non_finite
 from lachesis_transport.weights.layout import Layout, shard_range
 
 
@@ -119,6 +119,7 @@ class ShardEncoder:
         self._on_device = [s.flat.device.type != "cpu" if on_device is None else on_device for s in self._shards]
         self._baseline: np.ndarray | None = None
         self._device_baselines: list[DeviceBaseline | None] = []
+        self._fine = FineBound()
         ends = np.cumsum([0, *(len(s.flat) for s in self._shards)], dtype=np.int64).tolist()
         self._ranges = list(pairwise(ends))
 
@@ -136,15 +137,18 @@ class ShardEncoder:
     def encode(self, *, anchor: bool = False) -> ShardBlob:
         """Encode what changed since the last call and make it the new baseline. Blocking; CPU-bound.
 
-        The first call must be an anchor, or follow `rebase`. Raises NonFiniteWeights, naming the tensor; the baseline
-        is then unchanged.
+        The first call must be an anchor, or follow `rebase`; the one after NonFiniteWeights, which names the tensor,
+        too.
         """
         total = self._ranges[-1][1] if self._ranges else 0
-        writer = DeltaWriter(blocks=sum(1 for a, b in self._ranges for _ in blocks(b - a)), finite=True)
+        writer = DeltaWriter(
+            blocks=sum(1 for a, b in self._ranges for _ in blocks(b - a)), finite=True, fine=self._fine
+        )
         if anchor:
             changed, checksums = total, self._copy_all(writer)
         else:
             changed, checksums = self._write_changes(writer)
+            self._fine.learn()
         return ShardBlob(
             rank=self._rank,
             ranks=self._ranks,
@@ -170,7 +174,7 @@ class ShardEncoder:
 
     def _write_changes(self, writer: DeltaWriter) -> tuple[int, bytes]:
         if self._baseline is None:
-            raise ValueError("anchor: false on the first encode, expected true: there is nothing to differ from")
+            raise ValueError("anchor: false, expected true: there is nothing to differ from")
         changed = 0
         checksums = []
         for shard, device, (start, stop) in zip(self._shards, self._device_baselines, self._ranges, strict=True):
@@ -183,8 +187,7 @@ class ShardEncoder:
                 try:
                     changed += writer.add(base, new)
                 except NonFiniteBits as error:
-                    # What was written so far is also the way back.
-                    read_delta(writer.finish(), ranges=self._ranges).revert(self._baseline)
+                    self._baseline = None
                     raise _refusal(shard, begin + error.index, new[error.index]) from None
                 digest.update(base.data)  # here it is still in the core's cache
             checksums.append(digest.digest())

@@ -106,7 +106,7 @@ def test_comparing_on_the_device_gives_the_same_bytes(share: float, monkeypatch:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_refused_step_can_be_repaired_and_published(on_device: bool) -> None:
+def test_after_a_refused_step_an_anchor_can_be_published(on_device: bool) -> None:
     random = np.random.default_rng(4)
     whole = {"a": finite(random, 200_000), "b": finite(random, 50)}
     rank = Rank(whole, rank=0, ranks=1, on_device=on_device)
@@ -120,7 +120,9 @@ def test_a_refused_step_can_be_repaired_and_published(on_device: bool) -> None:
     with pytest.raises(NonFiniteWeights, match=r"^b\[17\]: -inf, expected a finite weight"):
         rank.encoder.encode()
     rank.hold(whole)
-    payload = rank.encoder.encode().payload
+    with pytest.raises(ValueError, match="anchor: false, expected true: there is nothing to differ from"):
+        rank.encoder.encode()
+    payload = rank.encoder.encode(anchor=True).payload
     mirror.apply(payload, sizes=[len(payload)])
     np.testing.assert_array_equal(mirror.bits, np.concatenate([whole["a"], whole["b"]]))
 

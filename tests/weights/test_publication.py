@@ -233,17 +233,9 @@ def test_non_finite_weights_are_refused_by_name(tmp_path: Path) -> None:
     learner = Learner(tensors, ranks=2)
     learner.blobs(anchor=True)
     tensors["a.weight"].view(-1)[2_000] = float("inf")
-    tensors["embed.weight"].view(-1)[5] += 1
     learner.encoders[0].encode()
     with pytest.raises(ValueError, match=r"a\.weight\[2000\]: inf, expected a finite weight"):
         learner.encoders[1].encode()
-    tensors["a.weight"].view(-1)[2_000] = 1.0
-    blob = learner.encoders[1].encode()
-    assert (blob.changed, blob.total) == (1, sum(t.numel() for t in tensors.values()) - learner_total(learner))
-
-
-def learner_total(learner: Learner) -> int:
-    return learner.encoders[0].encode().total
 
 
 def test_encoders_want_bf16_parts_where_they_belong() -> None:
@@ -257,6 +249,6 @@ def test_encoders_want_bf16_parts_where_they_belong() -> None:
     with pytest.raises(ValueError, match=r"torch\.float32"):
         ShardEncoder([Shard(name="w", flat=flat.float(), start=0, numel=5)], rank=0, ranks=1)
     encoder = ShardEncoder([Shard(name="w", flat=flat, start=0, numel=5)], rank=0, ranks=1)
-    with pytest.raises(ValueError, match="anchor: false on the first encode"):
+    with pytest.raises(ValueError, match="anchor: false, expected true"):
         encoder.encode()
     np.testing.assert_equal(encoder.encode(anchor=True).changed, 5)

@@ -8,6 +8,11 @@ Tensors are cut into blocks of at most BLOCK elements. A delta holds, for each b
 - *dense*: the same difference for every element, zeros included (cheaper above `DENSE_SHARE` changed), or
 - *values*: the bits themselves (anchors).
 
+A step of training moves all weights about as far, so the smaller a weight is, and with it the unit in its last place,
+the surer its bits change. Below a bound on the magnitude nearly all do: these *fine* weights of a sparse block, which a
+receiver finds in what it holds, are encoded as a dense block of their own, and the block's gaps tell of the others
+alone. The bound is learned from the delta before (`FineBound`).
+
 The blocks of one mode lie end to end. Gaps are bytes, 255 meaning "255 further, go on" (optimal for the geometric gaps
 of random positions while most gaps are below 255; sparser blocks move their low 8 bits to a plane of their own, which
 is independent of the high part). Differences are zigzag numbers: two nibbles a byte, 15 escaping to 15 + a byte in a
@@ -33,7 +38,7 @@ import zstandard
 
 from lachesis_transport.weights import kernels
 
-FORMAT = 2
+FORMAT = 3
 """Version of the payload's layout."""
 
 BLOCK = 1 << 17
@@ -42,10 +47,20 @@ BLOCK = 1 << 17
 UNCHANGED, SPARSE, SPARSE_8, DENSE, VALUES = range(5)
 """How one block is encoded; SPARSE_8 keeps the low 8 bits of each gap in a plane of their own."""
 
+FINE = 8
+"""Added to one of the first three: the block's fine weights are encoded by themselves."""
+
+FINE_SHARE = 0.125
+"""Changed share of a block's fine weights from which that is done."""
+
+FINE_GAIN = 0.05
+"""Share of the bits for positions that a bound has to save."""
+
 DENSE_SHARE = 0.35
 """Changed share above which every element's difference costs less than positions and differences of the changed."""
 
-_GAP_PLANES = {SPARSE: 1, SPARSE_8: 2, DENSE: 0}
+_MODES = {UNCHANGED, SPARSE, SPARSE_8, DENSE, VALUES, FINE + UNCHANGED, FINE + SPARSE, FINE + SPARSE_8}
+_GAP_PLANES = {SPARSE: 1, SPARSE_8: 2, DENSE: 0, FINE: 0}
 _CODE_STREAMS = 4  # nibbles, bytes, and the low and high bytes of 16-bit codes
 _LONGEST_SPARSE_GAP = 700
 _COMPRESSION = zstandard.ZstdCompressionParameters.from_level(
@@ -58,7 +73,7 @@ class CodecError(ValueError):
 
 
 class NonFiniteBits(ValueError):
-    """A new weight is NaN or infinite: `index` in its block. The block's base is as it was, and nothing was encoded."""
+    """A new weight is NaN or infinite: `index` in its block. What base and writer hold is in doubt."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -80,21 +95,63 @@ def first_non_finite(bits: np.ndarray) -> int | None:
     return None
 
 
+class FineBound:
+    """Learns from one delta which weights of the next are *fine*.
+
+    The fewest bits for positions are those of n·h(changed share) over the two kinds of weights, h the binary entropy,
+    where the changed of either kind are counted by exponent on a sample of the blocks.
+    """
+
+    SAMPLES, SAMPLE = 64, 1 << 14
+
+    def __init__(self) -> None:
+        self.bits = 0
+        """Magnitudes (bf16 bits without the sign) below this are fine."""
+        self._present, self._changed = np.zeros(256, np.int64), np.zeros(256, np.int64)
+
+    def see(self, base: np.ndarray, new: np.ndarray, *, block: int, blocks: int) -> None:
+        """Count in one of `blocks` blocks, if it is among the sample. base, new: contiguous uint16."""
+        if block % max(1, blocks // self.SAMPLES) == 0:
+            kernels.count_exponents(base[: self.SAMPLE], new[: self.SAMPLE], self._present, self._changed)
+
+    def learn(self) -> None:
+        """Take the bound from what was seen since the last call; nothing changed: keep the one from before."""
+        present, changed = self._present, self._changed
+        if not changed.any():
+            return
+        fine, fine_changed = (np.concatenate([[0], np.cumsum(counts)]) for counts in (present, changed))
+        bits = _position_bits(fine, fine_changed) + _position_bits(fine[-1], fine_changed[-1] - fine_changed)
+        best = int(np.argmin(bits))
+        self.bits = best << 7 if bits[best] < (1 - FINE_GAIN) * bits[0] else 0
+        present[:] = changed[:] = 0
+
+
+def _position_bits(count: np.ndarray, changed: np.ndarray) -> np.ndarray:
+    share = changed / np.maximum(count, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -share * np.log2(share) - (1 - share) * np.log2(1 - share)
+    return count * np.nan_to_num(entropy)
+
+
 class DeltaWriter:
     """Encodes block after block, in order, into one payload.
 
     Args:
         blocks: how many blocks the payload speaks of; those after the last that was added are unchanged.
         finite: refuse NaN and infinity among the new weights of `add` (NonFiniteBits).
+        fine: which weights are fine; sees the blocks. None: none are.
     """
 
-    def __init__(self, *, blocks: int, finite: bool = False) -> None:
+    def __init__(self, *, blocks: int, finite: bool = False, fine: FineBound | None = None) -> None:
+        self._fine = fine
+        self._bound = 0 if fine is None else fine.bits
         self._modes = bytearray(blocks)
         self._next = 0
         self._finite = finite
         self._sections = {mode: _Section() for mode in _GAP_PLANES}
         self._values: list[np.ndarray] = []
-        self._at = np.empty(BLOCK + kernels.LANES, np.uint32)
+        self._at, self._fine_at = (np.empty(BLOCK + kernels.LANES, np.uint32) for _ in range(2))
+        self._coarse = np.empty(BLOCK, np.uint32)
         self._codes = np.empty(BLOCK, np.uint16)
         self._words = np.empty(BLOCK, np.uint16)
         self._low, self._nibbles, self._middle = (np.empty(BLOCK, np.uint8) for _ in range(3))
@@ -103,41 +160,65 @@ class DeltaWriter:
     def add(self, base: np.ndarray, new: np.ndarray) -> int:
         """Encode what changed in one block and make `base` equal to `new` (both contiguous uint16). Returns how much.
 
-        While little changed this costs about one read of both.
+        While little changed this costs about one read of both. Raises NonFiniteBits.
         """
         if not 0 < len(base) == len(new) <= BLOCK:
             raise ValueError(f"base, new: {len(base)} and {len(new)} elements, expected the same, from 1 to {BLOCK}")
+        if self._fine is not None:
+            self._fine.see(base, new, block=self._next, blocks=len(self._modes))
         changed = int(kernels.find_changes(base, new, self._at))
         if not changed:
             self._advance(UNCHANGED)
-            return 0
-        at = self._at[:changed]
-        if changed > DENSE_SHARE * len(new):
-            mode, codes = DENSE, self._codes[: len(new)]
-            bad = int(kernels.zigzag_all(base, new, codes))
-            if bad >= 0 and self._finite:
-                raise NonFiniteBits(bad)
-            base[:] = new
-            middle, words = kernels.write_codes(codes, self._nibbles, self._middle, self._words)
-            section = self._sections[mode]
+        elif changed > DENSE_SHARE * len(new):
+            self._add_dense(base, new)
         else:
-            mode = SPARSE if len(new) < _LONGEST_SPARSE_GAP * changed else SPARSE_8
-            section, shift = self._sections[mode], 8 * (mode == SPARSE_8)
-            last = section.last - section.space
-            outputs = (self._codes, self._low, self._gaps, self._nibbles, self._middle, self._words)
-            bad, gaps, middle, words = kernels.take_sparse(base, new, at, last, shift, self._finite, *outputs)
-            if bad >= 0:
-                raise NonFiniteBits(int(at[bad]))
-            codes = self._codes[:changed]
-            section.low += self._low[: changed if shift else 0].data
+            self._add_sparse(base, new, self._at[:changed])
+        return changed
+
+    def _add_dense(self, base: np.ndarray, new: np.ndarray) -> None:
+        codes = self._codes[: len(new)]
+        bad = int(kernels.zigzag_all(base, new, codes))
+        if bad >= 0 and self._finite:
+            raise NonFiniteBits(bad)
+        base[:] = new
+        middle, words = kernels.write_codes(codes, self._nibbles, self._middle, self._words)
+        self._keep_codes(self._sections[DENSE], len(codes), middle, words)
+        self._advance(DENSE)
+
+    def _add_sparse(self, base: np.ndarray, new: np.ndarray, at: np.ndarray) -> None:
+        mode = 0
+        if self._bound:
+            coarse = int(kernels.leave_out_fine(base, self._bound, at, self._coarse))
+            fine = int(kernels.find_fine(base, self._bound, self._fine_at)) if coarse < len(at) else 0
+            if len(at) - coarse > FINE_SHARE * fine:
+                mode = FINE
+                at = self._coarse[:coarse]
+                self._take(self._sections[FINE], base, new, self._fine_at[:fine])
+        if len(at):
+            mode += SPARSE if len(new) < _LONGEST_SPARSE_GAP * len(at) else SPARSE_8
+            section, shift = self._sections[mode % FINE], 8 * (mode % FINE == SPARSE_8)
+            gaps = self._take(section, base, new, at, last=section.last - section.space, shift=shift)
+            section.low += self._low[: len(at) if shift else 0].data
             section.gaps += self._gaps[:gaps].data
             section.last = section.space + int(at[-1])
+            section.space += len(new)
         self._advance(mode)
-        section.space += len(new)
-        section.nibbles += self._nibbles[: len(codes)].data
+
+    def _take(
+        self, section: _Section, base: np.ndarray, new: np.ndarray, at: np.ndarray, *, last: int = -1, shift: int = 0
+    ) -> int:
+        """Make base equal to new at these positions and keep the codes; the gaps' bytes lie in _gaps, so many."""
+        outputs = (self._codes, self._low, self._gaps, self._nibbles, self._middle, self._words)
+        bad, gaps, middle, words = kernels.take_sparse(base, new, at, last, shift, self._finite, *outputs)
+        if bad >= 0:
+            raise NonFiniteBits(int(at[bad]))
+        self._keep_codes(section, len(at), middle, words)
+        return int(gaps)
+
+    def _keep_codes(self, section: _Section, count: int, middle: int, words: int) -> None:
+        section.nibbles += self._nibbles[:count].data
         section.middle += self._middle[:middle].data
         section.words += self._words[:words].data.cast("B")
-        return changed
 
     def add_values(self, new: np.ndarray) -> None:
         """Encode one block (contiguous uint16, kept until `finish`) by its bits."""
@@ -166,7 +247,9 @@ class DeltaWriter:
             )
             streams += packed
         streams += [part.data.cast("B") for part in self._values]
-        header = msgpack.packb({"format": FORMAT, "modes": bytes(self._modes), "sections": sections})
+        header = msgpack.packb(
+            {"format": FORMAT, "fine": self._bound, "modes": bytes(self._modes), "sections": sections}
+        )
         return b"".join([len(header).to_bytes(4, "little"), header, *streams])
 
     def _advance(self, mode: int) -> None:
@@ -201,6 +284,8 @@ class Patch:
     """Elements that it writes (dense blocks count in full)."""
     size: int
     """Elements that the array has at least."""
+    fine: int
+    """Magnitudes below this are fine."""
     sections: list[tuple[int, np.ndarray, np.ndarray, int, list[np.ndarray]]]
     """(mode, starts int64 and stops int64 of its blocks in the array, number of differences, streams uint8)."""
     values: list[tuple[int, np.ndarray]]
@@ -208,25 +293,19 @@ class Patch:
 
     def apply(self, target: np.ndarray) -> None:
         """Write into the array (contiguous uint16). Differences are relative: apply it once, to the right base."""
-        self._add(target, sign=1)
-        for start, bits in self.values:
-            target[start : start + len(bits)] = bits
-
-    def revert(self, target: np.ndarray) -> None:
-        """Undo `apply` of a delta without values."""
-        if self.values:
-            raise ValueError(f"values: {len(self.values)} blocks, expected none in what is reverted")
-        self._add(target, sign=-1)
-
-    def _add(self, target: np.ndarray, *, sign: int) -> None:
         if len(target) < self.size:
             raise ValueError(f"target: {len(target)} elements, expected at least {self.size}")
-        for mode, starts, stops, count, streams in self.sections:
-            if mode == DENSE:
-                kernels.add_dense(target, starts, stops, *streams, sign)
+        # The fine weights are those of the base: before anything else moves a weight over the bound.
+        for mode, starts, stops, count, streams in sorted(self.sections, key=lambda section: section[0] != FINE):
+            if mode == FINE:
+                kernels.add_fine(target, starts, stops, self.fine, count, *streams)
+            elif mode == DENSE:
+                kernels.add_dense(target, starts, stops, *streams)
             else:
                 low, gaps, *codes = streams if mode == SPARSE_8 else (_NONE, *streams)
-                kernels.add_sparse(target, starts, stops, 8 * (mode == SPARSE_8), low, gaps, count, *codes, sign)
+                kernels.add_sparse(target, starts, stops, 8 * (mode == SPARSE_8), low, gaps, count, *codes)
+        for start, bits in self.values:
+            target[start : start + len(bits)] = bits
 
 
 def read_delta(payload: bytes | memoryview, *, ranges: Sequence[tuple[int, int]]) -> Patch:
@@ -236,17 +315,19 @@ def read_delta(payload: bytes | memoryview, *, ranges: Sequence[tuple[int, int]]
         raise ValueError(f"ranges: start {min(a for a, _ in cuts)}, expected 0 or more")
     bounds = np.array(cuts, np.int64).reshape(-1, 2)
     header, view = _header(memoryview(payload), blocks=len(bounds))
-    modes = np.frombuffer(header["modes"], np.uint8)
+    flagged = np.frombuffer(header["modes"], np.uint8)
+    modes, fine = flagged % FINE, flagged >= FINE
     decompressor = zstandard.ZstdDecompressor()
     sections = []
     changed = 0
     described = {UNCHANGED, VALUES}
     for section in header["sections"]:
         mode, count, raw, packed = section["mode"], section["count"], section["raw"], section["packed"]
-        starts, stops = (np.ascontiguousarray(side) for side in bounds[modes == mode].T)
+        mine = fine if mode == FINE else modes == mode
+        starts, stops = (np.ascontiguousarray(side) for side in bounds[mine].T)
         space = int((stops - starts).sum())
-        expected = _GAP_PLANES.get(mode, -1) + _CODE_STREAMS
-        if mode in described or not space or len(raw) != expected or len(packed) != expected:
+        expected = _GAP_PLANES.get(mode, 0) + _CODE_STREAMS
+        if mode in described or mode not in _GAP_PLANES or not space or len(raw) != expected or len(packed) != expected:
             raise CodecError(f"sections: {section}, expected one a mode that blocks have, with {expected} streams")
         described.add(mode)
         if max(raw) > 2 * space + 16:
@@ -266,11 +347,11 @@ def read_delta(payload: bytes | memoryview, *, ranges: Sequence[tuple[int, int]]
         piece, view = _cut(view, 2 * (stop - start))
         values.append((start, np.frombuffer(piece, "<u2")))
         changed += stop - start
-    missing = {int(m) for m in np.unique(modes)} - described
+    missing = ({int(m) for m in np.unique(modes)} | ({FINE} if fine.any() else set())) - described
     if missing or len(view):
         raise CodecError(f"payload: modes {sorted(missing)} without data and {len(view)} bytes too many, expected none")
     size = int(bounds.max(initial=0))
-    return Patch(changed=changed, size=size, sections=sections, values=values)
+    return Patch(changed=changed, size=size, fine=header["fine"], sections=sections, values=values)
 
 
 _NONE = np.empty(0, np.uint8)
@@ -283,12 +364,13 @@ def _header(view: memoryview, *, blocks: int) -> tuple[dict[str, Any], memoryvie
         header = msgpack.unpackb(piece)
         known, modes, sections = header["format"], header["modes"], header["sections"]
         numbers = [n for s in sections for n in (s["mode"], s["count"], *s["raw"], *s["packed"])]
-        sound = all(type(n) is int and n >= 0 for n in numbers) and all(s["mode"] < VALUES for s in sections)
+        fine = header["fine"] if known == FORMAT else 0
+        sound = all(type(n) is int and n >= 0 for n in (fine, *numbers)) and fine <= kernels.MAGNITUDE + 1
     except Exception as error:  # msgpack raises a dozen types on garbage
         raise CodecError(f"header: {type(error).__name__}: {error}") from None
     if known != FORMAT:
         raise CodecError(f"format: version {known!r}, this process reads version {FORMAT}")
-    if not sound or not isinstance(modes, bytes) or len(modes) != blocks or max(modes, default=0) > VALUES:
+    if not sound or not isinstance(modes, bytes) or len(modes) != blocks or not _MODES.issuperset(modes):
         raise CodecError(f"modes: {len(modes)} blocks, expected {blocks}, each with a known mode")
     return header, view
 

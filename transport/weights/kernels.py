@@ -22,6 +22,9 @@ ESCAPE = 255
 NIBBLE_ESCAPE = 15
 """The nibble that says so."""
 
+MAGNITUDE = 0x7FFF
+"""The bits of a bf16 number without its sign."""
+
 LANES = 64
 """Elements that are compared at a time."""
 
@@ -35,6 +38,7 @@ BYTES, BITS, INDICES = (types.Array(kind, 1, "C") for kind in (types.uint8, type
 IN_BYTES, IN_BITS, IN_INDICES, IN_BOUNDS = (
     types.Array(kind, 1, "C", readonly=True) for kind in (types.uint8, types.uint16, types.uint32, types.int64)
 )
+COUNTS = types.Array(types.int64, 1, "C")
 PAIR = types.UniTuple(types.int64, 2)
 
 
@@ -62,6 +66,25 @@ def _differing(typing_context: Any, base: Any, new: Any, start: Any) -> Any:
         return builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(64))
 
     return types.uint64(base, new, types.int64), generate
+
+
+@intrinsic
+def _smaller(typing_context: Any, bits: Any, start: Any, bound: Any) -> Any:
+    """Bit i of the uint64: bits[start + i] without its sign is below the bound, for i below LANES."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        element = ir.IntType(16)
+        vector = ir.VectorType(element, LANES)
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        pointer = cgutils.pointer_add(builder, data, builder.mul(arguments[1], ir.Constant(ir.IntType(64), 2)))
+        loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=2)
+        magnitude = builder.and_(loaded, ir.Constant(vector, [MAGNITUDE] * LANES))
+        one = builder.insert_element(ir.Constant(vector, ir.Undefined), arguments[2], ir.Constant(ir.IntType(32), 0))
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        every = builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), mask)
+        return builder.bitcast(builder.icmp_unsigned("<", magnitude, every), ir.IntType(64))
+
+    return types.uint64(bits, types.int64, types.uint16), generate
 
 
 @intrinsic
@@ -112,30 +135,68 @@ def _unzigzag(code):  # type: ignore[no-untyped-def]
     return (code >> 1) ^ -(code & 1)
 
 
+@njit(inline="always")
+def _spread(mask, start, at, found):  # type: ignore[no-untyped-def]
+    """Write start + the index of each set bit to at[found:]; found plus their number."""
+    here = _count(mask)
+    # Four without asking whether there are so many, or any: cheaper than a branch that goes either way. What is too
+    # much is overwritten by the next.
+    for i in range(4):
+        at[found + i] = start + _lowest(mask)
+        mask &= mask - np.uint64(1)
+    i = 4
+    while i < here:
+        at[found + i] = start + _lowest(mask)
+        mask &= mask - np.uint64(1)
+        i += 1
+    return found + here
+
+
 @_compiled(types.int64(IN_BITS, IN_BITS, INDICES))
 def find_changes(base, new, at):  # type: ignore[no-untyped-def]
     """Write the ascending indices at which two arrays of one length differ to `at` (length + LANES); their number."""
     found = np.int64(0)
     whole = len(base) // LANES * LANES
     for start in range(0, whole, LANES):
-        mask = _differing(base, new, start)
-        here = _count(mask)
-        # Four without asking whether there are so many, or any: cheaper than a branch that goes either way. What is too
-        # much is overwritten by the next.
-        for i in range(4):
-            at[found + i] = start + _lowest(mask)
-            mask &= mask - np.uint64(1)
-        i = 4
-        while i < here:
-            at[found + i] = start + _lowest(mask)
-            mask &= mask - np.uint64(1)
-            i += 1
-        found += here
+        found = _spread(_differing(base, new, start), start, at, found)
     for i in range(whole, len(base)):
         if base[i] != new[i]:
             at[found] = i
             found += 1
     return found
+
+
+@_compiled(types.int64(IN_BITS, types.uint16, INDICES))
+def find_fine(bits, bound, at):  # type: ignore[no-untyped-def]
+    """Write the ascending indices of magnitudes below the bound to `at` (length + LANES); their number."""
+    found = np.int64(0)
+    whole = len(bits) // LANES * LANES
+    for start in range(0, whole, LANES):
+        found = _spread(_smaller(bits, start, bound), start, at, found)
+    for i in range(whole, len(bits)):
+        if bits[i] & MAGNITUDE < bound:
+            at[found] = i
+            found += 1
+    return found
+
+
+@_compiled(types.int64(IN_BITS, types.uint16, IN_INDICES, INDICES))
+def leave_out_fine(bits, bound, at, coarse):  # type: ignore[no-untyped-def]
+    """Copy those indices whose magnitudes are not below the bound to `coarse` (as long as `at`); their number."""
+    kept = _ZERO
+    for i in range(len(at)):
+        coarse[kept] = at[i]
+        kept += np.uint64(bits[at[i]] & MAGNITUDE >= bound)
+    return np.int64(kept)
+
+
+@_compiled(types.void(IN_BITS, IN_BITS, COUNTS, COUNTS))
+def count_exponents(base, new, present, changed):  # type: ignore[no-untyped-def]
+    """Add to present[e] how many of `base` have exponent e (0 to 255), and to changed[e] how many of these differ."""
+    for i in range(len(base)):
+        exponent = base[i] >> 7 & 255
+        present[exponent] += 1
+        changed[exponent] += base[i] != new[i]
 
 
 @_compiled(
@@ -151,7 +212,7 @@ def take_sparse(base, new, at, last, shift, finite, codes, low, gaps, nibbles, m
     (at[-1] - last) // (255 << shift) bytes. The zigzag code of each difference (mod 2^16) goes to codes, and on as
     `write_codes` has it; these outputs need len(at) elements.
 
-    bad is -1; or, if `finite`, the first i where new[at[i]] is NaN or infinite, and base is as it was.
+    bad is -1; or, if `finite`, the first i where new[at[i]] is NaN or infinite.
     """
     in_gaps = _ZERO
     in_middle = _ZERO
@@ -186,10 +247,9 @@ def take_sparse(base, new, at, last, shift, finite, codes, low, gaps, nibbles, m
         in_gaps += _ONE
     bad = np.int64(-1)
     if infinite and finite:
-        for i in range(len(at) - 1, -1, -1):
-            base[at[i]] -= np.uint16(_unzigzag(np.int64(codes[i])))
-            if new[at[i]] & 0x7F80 == 0x7F80:
-                bad = np.int64(i)
+        bad += 1
+        while new[at[bad]] & 0x7F80 != 0x7F80:
+            bad += 1
     return bad, in_gaps, in_middle, in_words
 
 
@@ -263,11 +323,22 @@ def count_escapes(packed, count):  # type: ignore[no-untyped-def]
     return found
 
 
-@_compiled(
-    types.void(BITS, IN_BOUNDS, IN_BOUNDS, types.int64, *[IN_BYTES] * 2, types.int64, *[IN_BYTES] * 4, types.int64)
-)
-def add_sparse(target, starts, stops, shift, low, gaps, count, packed, middle, words_low, words_high, sign):  # type: ignore[no-untyped-def]
-    """Add `sign` times each of `count` differences to `target` at positions in its ranges [start, stop) end to end.
+@njit
+def _read_code(i, packed, in_middle, middle, in_words, words_low, words_high):  # type: ignore[no-untyped-def]
+    """Code i, given where the other streams have come to, and where they are then."""
+    code = np.int64(packed[i >> 1] >> ((i & 1) << 2)) & 15
+    if code == NIBBLE_ESCAPE:
+        code += middle[in_middle]
+        in_middle += 1
+        if code == NIBBLE_ESCAPE + ESCAPE:
+            code = np.int64(words_low[in_words]) | np.int64(words_high[in_words]) << 8
+            in_words += 1
+    return code, in_middle, in_words
+
+
+@_compiled(types.void(BITS, IN_BOUNDS, IN_BOUNDS, types.int64, *[IN_BYTES] * 2, types.int64, *[IN_BYTES] * 4))
+def add_sparse(target, starts, stops, shift, low, gaps, count, packed, middle, words_low, words_high):  # type: ignore[no-untyped-def]
+    """Add each of `count` differences to `target` at positions in its ranges [start, stop) end to end.
 
     Inputs as the writing kernels made them, checked: `count` gaps that end within the ranges, and all codes there.
     """
@@ -299,30 +370,39 @@ def add_sparse(target, starts, stops, shift, low, gaps, count, packed, middle, w
             _fetch(target, position + offset)
         i = ahead - AHEAD
         if i >= 0:
-            code = np.int64(packed[i >> 1] >> ((i & 1) << 2)) & 15
-            if code == NIBBLE_ESCAPE:
-                code += middle[in_middle]
-                in_middle += 1
-                if code == NIBBLE_ESCAPE + ESCAPE:
-                    code = np.int64(words_low[in_words]) | np.int64(words_high[in_words]) << 8
-                    in_words += 1
-            target[places[i % (2 * AHEAD)]] += np.uint16(sign * _unzigzag(code))
+            code, in_middle, in_words = _read_code(i, packed, in_middle, middle, in_words, words_low, words_high)
+            target[places[i % (2 * AHEAD)]] += np.uint16(_unzigzag(code))
 
 
-@_compiled(types.void(BITS, IN_BOUNDS, IN_BOUNDS, *[IN_BYTES] * 4, types.int64))
-def add_dense(target, starts, stops, packed, middle, words_low, words_high, sign):  # type: ignore[no-untyped-def]
-    """Add `sign` times the differences of all elements of the ranges [start, stop) of `target`."""
+@_compiled(types.void(BITS, IN_BOUNDS, IN_BOUNDS, types.uint16, types.int64, *[IN_BYTES] * 4))
+def add_fine(target, starts, stops, bound, count, packed, middle, words_low, words_high):  # type: ignore[no-untyped-def]
+    """Add differences to the magnitudes below the bound in the ranges [start, stop) of `target`, to `count` at most."""
+    at = np.int64(0)
+    in_middle = np.int64(0)
+    in_words = np.int64(0)
+    for block in range(len(starts)):
+        for start in range(starts[block], stops[block], LANES):
+            if start + LANES <= stops[block]:
+                mask = _smaller(target, start, bound)
+            else:
+                mask = _ZERO
+                for i in range(start, stops[block]):
+                    mask |= np.uint64(target[i] & MAGNITUDE < bound) << np.uint64(i - start)
+            while mask and at < count:
+                code, in_middle, in_words = _read_code(at, packed, in_middle, middle, in_words, words_low, words_high)
+                target[start + _lowest(mask)] += np.uint16(_unzigzag(code))
+                mask &= mask - np.uint64(1)
+                at += 1
+
+
+@_compiled(types.void(BITS, IN_BOUNDS, IN_BOUNDS, *[IN_BYTES] * 4))
+def add_dense(target, starts, stops, packed, middle, words_low, words_high):  # type: ignore[no-untyped-def]
+    """Add the differences of all elements of the ranges [start, stop) of `target`."""
     at = np.int64(0)
     in_middle = np.int64(0)
     in_words = np.int64(0)
     for block in range(len(starts)):
         for i in range(starts[block], stops[block]):
-            code = np.int64(packed[at >> 1] >> ((at & 1) << 2)) & 15
+            code, in_middle, in_words = _read_code(at, packed, in_middle, middle, in_words, words_low, words_high)
+            target[i] += np.uint16(_unzigzag(code))
             at += 1
-            if code == NIBBLE_ESCAPE:
-                code += middle[in_middle]
-                in_middle += 1
-                if code == NIBBLE_ESCAPE + ESCAPE:
-                    code = np.int64(words_low[in_words]) | np.int64(words_high[in_words]) << 8
-                    in_words += 1
-            target[i] += np.uint16(sign * _unzigzag(code))
