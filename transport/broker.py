@@ -42,27 +42,12 @@ STALL_SECONDS = 1.0
 PARKED_SECONDS = 10.0
 PARKED_A_CLIENT = 4096
 """Requests of one client that wait at once; further ones are told to ask again."""
-QUEUE = "queue"
-"""Source of the queue's own events."""
 MAX_UNSAVED = 256
 """Answers that may wait for the disk before no more requests are read."""
 WRITE_SECONDS = 2.0
 DRAINED_AT_ONCE = 64
 REPLIES_HELD = 4096
 """Answers that wait for one client to read them; further ones are lost, and it asks again."""
-LOGGED = {
-    "joined",
-    "parted",
-    "dropped",
-    "voided",
-    "left",
-    "returned",
-    "finished",
-    "trained",
-    "committed",
-    "skipped",
-    "reopened",
-}
 
 
 @dataclass(slots=True)
@@ -151,8 +136,8 @@ class Broker:
             await self._store.save(writing)
         self.failed = False
         for event in writing.events:
-            if event.kind in LOGGED and event.source == QUEUE:
-                log.info("%s %s", event.kind, " ".join(f"{key}={_plain(value)}" for key, value in event.fields.items()))
+            if event.is_logged:
+                log.info("%s", event)
         for route, reply in outbox:
             lease = reply.pop("lease", None)
             if lease is not None:
@@ -298,7 +283,7 @@ class Broker:
         self.replay.quarantine(Refused(sender, reason, frame, time.time()))
 
     def _answer(self, route: bytes, op: str, message: dict[str, Any]) -> Reply | None:
-        """None when the request is parked."""
+        """None when the request is parked, or needs no answer."""
         if op == "status":
             return {"ok": True, "statistics": self.replay.statistics()}
         if op == "inspect":
@@ -308,6 +293,9 @@ class Broker:
                 "queue": self._store.queue_id,
                 "inspection": inspect(self.replay, self._store.quarantine(), now=self._now),
             }
+        if op == "alive":
+            self._requests.alive(message, self._now)
+            return None
         if op == "hello":
             peer, reply = self._requests.hello(message, self._now)
             if peer is not None:
@@ -349,12 +337,6 @@ class Broker:
             raise StoreError(f"{path}: writing failed: {error}") from error
 
 
-def _plain(value: Any) -> str:
-    """For the log: what a client wrote makes no lines of its own there."""
-    text = str(value)
-    return text if text.isprintable() else ascii(text)
-
-
 async def serve_queue(
     config: Config,
     folder: Path,
@@ -374,7 +356,11 @@ async def serve_queue(
     folder.mkdir(parents=True, exist_ok=True)
     with plain_errors():
         async with open_socket(
-            zmq.ROUTER, bind=config.queue.address, send_high_water=REPLIES_HELD, keys=load_keys(config)
+            zmq.ROUTER,
+            bind=config.queue.address,
+            send_high_water=REPLIES_HELD,
+            keys=load_keys(config),
+            field="queue.address",
         ) as socket:
             store = SqliteStore(folder / DATABASE, EventLog(folder / EVENTS))
             try:

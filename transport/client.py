@@ -5,7 +5,8 @@ one connection loses and reorders nothing, so a request that has no answer yet m
 copy of a large one would only delay it. It is repeated once something that was sent after it has been answered, or
 after the next hello. The client says hello first, again whenever the queue does not know it (the connection broke, or
 the queue had given the client up), and then sends a heartbeat each second with what was reported in between: these two
-are small, and repeated anyway.
+are small, and repeated anyway. A second connection tells the queue each second that this client is alive: what it sends
+over the first one may take long.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -262,6 +264,12 @@ class QueueClient:
             await self._send_reports("heartbeat")
             await trio.sleep(HEARTBEAT_SECONDS)
 
+    async def _live(self, socket: Socket) -> None:
+        who = {"op": "alive", "id": 0, "role": self.role, "name": self.name, "incarnation": self.incarnation}
+        while True:
+            await socket.send([pack({**who, "queue": self.queue_id})])
+            await trio.sleep(HEARTBEAT_SECONDS)
+
     async def _send_reports(self, op: str) -> None:
         if not self._unanswered:
             self._report_number += 1
@@ -319,9 +327,13 @@ async def open_client(
     Raises QueueError when the queue refuses: another live client keeps the name, say.
     """
     with plain_errors():
-        async with open_socket(zmq.DEALER, connect=address, keys=keys) as socket, trio.open_nursery() as nursery:
+        async with (
+            open_socket(zmq.DEALER, connect=address, keys=keys) as socket,
+            open_socket(zmq.DEALER, connect=address, keys=keys) as beside,
+            trio.open_nursery() as nursery,
+        ):
             client = QueueClient(socket, address=address, role=role, name=name, incarnation=incarnation)
-            receiving, beating = trio.CancelScope(shield=True), trio.CancelScope(shield=True)
+            receiving, beating, living = (trio.CancelScope(shield=True) for _ in range(3))
 
             async def run(scope: trio.CancelScope, function: Callable[[], Awaitable[None]]) -> None:
                 with scope:
@@ -331,12 +343,14 @@ async def open_client(
             try:
                 await client._greet(Waiting(f"{name}: waiting for the replay queue", address))
                 nursery.start_soon(run, beating, client._beat)
+                nursery.start_soon(run, living, partial(client._live, beside))
                 try:
                     yield client
                 finally:
                     beating.cancel()
                     await client._leave()
             finally:
+                living.cancel()
                 receiving.cancel()
 
 

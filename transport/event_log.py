@@ -18,6 +18,24 @@ from typing import Any
 MAX_CHARACTERS = 1 << 18
 """Length of the longest line; a longer one is replaced by an `unwritable` event."""
 
+QUEUE = "queue"
+"""Source of the queue's own events."""
+
+LOGGED = {
+    "joined",
+    "parted",
+    "dropped",
+    "voided",
+    "left",
+    "returned",
+    "finished",
+    "trained",
+    "committed",
+    "skipped",
+    "reopened",
+}
+"""Kinds of the queue's own events that its log shows, too."""
+
 _CHUNK = 1 << 16
 
 Line = tuple[int, str]
@@ -31,8 +49,18 @@ class Event:
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
     """Plain values that describe it."""
-    source: str = "queue"
+    source: str = QUEUE
     """Who says so: the queue, or the client that reported it."""
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the queue's log shows it."""
+        return self.source == QUEUE and self.kind in LOGGED
+
+    def __str__(self) -> str:
+        """For the log: what a client wrote makes no lines of its own there."""
+        shown = ((key, str(value)) for key, value in self.fields.items())
+        return " ".join([self.kind, *(f"{key}={text if text.isprintable() else ascii(text)}" for key, text in shown)])
 
 
 class EventLog:

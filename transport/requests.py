@@ -101,6 +101,17 @@ class Requests:
             "state": self._replay.state(),
         }
 
+    def alive(self, message: dict[str, Any], now: float) -> None:
+        """A client says, over another connection than its requests take, that it is alive: nobody waits for an answer.
+
+        Raises MessageError.
+        """
+        if take(message, "queue", str) != self._queue_id:
+            return
+        role, name, incarnation = (take(message, key, str) for key in ("role", "name", "incarnation"))
+        if (role == "actor" or role == "learner") and self._replay.is_live(role, name, incarnation):
+            self._replay.heard(role=role, name=name, incarnation=incarnation, now=now)
+
     def decide(self, peer: Peer, message: dict[str, Any], now: float) -> Reply:
         """The answer to a request of a client that said hello; {"wait": why} while it has to wait, and the batch of a
         lease as {"lease": Lease}. Raises MessageError."""

@@ -48,15 +48,25 @@ _CLOSINGS = count()
 """Names of their own for the sockets that tell of a closed listener: ZeroMQ frees one some time after its use."""
 
 
-def check_loopback(address: str) -> None:
-    """Raise ValueError unless `address` is tcp://HOST:PORT with a loopback host."""
-    host = address.removeprefix("tcp://").rpartition(":")[0]
+def host_of(address: str) -> str:
+    """The host of tcp://HOST:PORT."""
+    return address.removeprefix("tcp://").rpartition(":")[0]
+
+
+def on_loopback(address: str) -> bool:
+    """Whether `address` is tcp://HOST:PORT with a loopback host."""
+    host = host_of(address)
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         loopback = False
-    if not address.startswith("tcp://") or not loopback:
-        raise ValueError(f"address: {address!r}, expected tcp://127.0.0.1:PORT: only loopback is served without keys")
+    return loopback and address.startswith("tcp://")
+
+
+def check_loopback(address: str, *, field: str = "address") -> None:
+    """Raise ValueError, naming `field`, unless `address` is tcp://HOST:PORT with a loopback host."""
+    if not on_loopback(address):
+        raise ValueError(f"{field}: {address!r}, expected tcp://127.0.0.1:PORT: only loopback is served without keys")
 
 
 @contextmanager
@@ -165,6 +175,7 @@ async def open_socket(
     high_water: int = 64,
     send_high_water: int | None = None,
     keys: Keys | None = None,
+    field: str = "address",
 ) -> AsyncIterator[Socket]:
     """A socket for the length of the block; on exit, what was sent still goes out for up to a second, without waiting.
     A listener's address is free at once.
@@ -172,14 +183,14 @@ async def open_socket(
     `high_water` bounds the messages that wait in each direction, a peer; `send_high_water` those to be sent. A socket
     that connects sends only while it is connected: nothing piles up for a peer that is away. With `keys` every byte is
     encrypted, a listener answers only the clients that it admits, and a client talks only to the server it knows;
-    without, only loopback is served.
+    without, only loopback is served. `field` is what errors call the address.
     Raises ValueError for an address off loopback without keys, ConfigError for keys that are missing or malformed,
     OSError when the address is taken.
     """
     address = bind or connect
     assert address is not None
     if keys is None:
-        check_loopback(address)
+        check_loopback(address, field=field)
     with ExitStack() as stack:
         # A listener with keys has a context of its own: ZeroMQ asks one handler a context whom to admit.
         own = bind is not None and keys is not None
@@ -211,7 +222,7 @@ async def open_socket(
                         door = stack.enter_context(context.socket(zmq.REP))
                         door.bind(ZAP)
                         nursery.start_soon(_admit, Socket(door), admitted, bind)
-                    stack.enter_context(_bound(socket, bind))
+                    stack.enter_context(_bound(socket, bind, field))
                 else:
                     if keys is not None:
                         keys.secure_client(socket)
@@ -228,12 +239,12 @@ async def open_socket(
 
 
 @contextmanager
-def _bound(socket: zmq.Socket[bytes], address: str) -> Iterator[None]:
+def _bound(socket: zmq.Socket[bytes], address: str, field: str) -> Iterator[None]:
     """Listens at `address`, which is free again afterwards: ZeroMQ closes a listener some time after its socket."""
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        raise OSError(error.errno, f"address: {address} cannot be bound: {error.strerror}") from None
+        raise OSError(error.errno, f"{field}: {address!r} cannot be bound: {error.strerror}") from None
     closing = f"inproc://closing-{next(_CLOSINGS)}"
     socket.monitor(closing, zmq.EVENT_CLOSED)
     with socket.context.socket(zmq.PAIR) as monitor:

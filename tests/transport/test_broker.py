@@ -457,3 +457,43 @@ async def test_a_repeated_lease_gets_its_batch_once_a_connection(tmp_path):
                         batches += [(incarnation, reply["id"])] if "batch" in reply else []
                     batches.append((incarnation, 6))
             assert batches == [(0, 4), (0, 6), (1, 4), (1, 6)]
+
+
+@asynccontextmanager
+async def slow_link(address: str, *, stands_still_after: int, seconds: float):
+    """An address whose connections to `address` stand still for so long after so many bytes from the client."""
+
+    async def forward(source: trio.SocketStream, sink: trio.SocketStream, limit: float) -> None:
+        passed = 0
+        async for part in source:
+            if passed < limit <= passed + len(part):
+                await trio.sleep(seconds)
+            passed += len(part)
+            await sink.send_all(part)
+
+    async def relay(client: trio.SocketStream) -> None:
+        queue = await trio.open_tcp_stream("127.0.0.1", int(address.rpartition(":")[2]))
+        async with trio.open_nursery() as both:
+            both.start_soon(forward, client, queue, stands_still_after)
+            both.start_soon(forward, queue, client, float("inf"))
+
+    async with trio.open_nursery() as nursery:
+        [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, relay, [listener])
+        yield f"tcp://127.0.0.1:{listener.socket.getsockname()[1]}"
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.trio
+async def test_a_put_may_take_longer_than_a_silent_actor_lives(tmp_path):
+    async with (
+        queue(tmp_path, config(queue={"heartbeat_seconds": 1.5})) as (address, _),
+        slow_link(address, stands_still_after=1 << 20, seconds=4.0) as link,
+        open_consumer(address, "l", "l1") as consumer,
+    ):
+        await consumer.published(await consumer.reserve(None))
+        async with open_producer(link, "actor-0", "a1") as producer:
+            ticket = await producer.ticket(version=0, environment="sums")
+            large = groups.group(ticket.ticket, [0] * 200_000, actor="actor-0")
+            assert (await producer.put(large)).status == "accepted"
+        assert not events(tmp_path, "voided")

@@ -41,8 +41,9 @@ def test_loopback_addresses_are_fine():
 @pytest.mark.trio
 async def test_an_address_in_use_is_one_clear_error():
     async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as first:
-        with pytest.raises(OSError, match="cannot be bound: Address already in use"):
-            async with open_socket(zmq.ROUTER, bind=first.address):
+        told = f"queue.address: '{first.address}' cannot be bound: Address already in use"
+        with pytest.raises(OSError, match=told):
+            async with open_socket(zmq.ROUTER, bind=first.address, field="queue.address"):
                 pytest.fail("bound twice")
 
 
