@@ -79,18 +79,18 @@ def import_groups(config: Config, folder: Path, file: Path) -> int:
         if reply is None:
             print(f"lachesis queue: no queue answers at {address} within {ANSWER_SECONDS:.0f} s", file=sys.stderr)
             return 2
-        own = source == take(reply, "queue", str)
+        here = take(reply, "queue", str)
     except MessageError as error:
         print(f"lachesis queue: {error}", file=sys.stderr)
         return 2
-    if source is not None and not own:
+    if source not in (None, here):
         print(
             f"{file} comes from queue {source}: its versions are policies of that queue's run, and are taken here "
             f"only where a version of the same number was published"
         )
     code = 0
     try:
-        trio.run(_import, address, keys, file, own, counts)
+        trio.run(_import, address, keys, file, (source, here), counts)
     except (MessageError, QueueError) as error:
         code = 2 if isinstance(error, MessageError) else 1
         print(f"lachesis queue: {error}", file=sys.stderr)
@@ -99,7 +99,9 @@ def import_groups(config: Config, folder: Path, file: Path) -> int:
     return code or int(any(status == "invalid" for status, _ in counts))
 
 
-async def _import(address: str, keys: Keys | None, file: Path, own: bool, counts: Counter[tuple[str, str]]) -> None:
+async def _import(
+    address: str, keys: Keys | None, file: Path, queues: tuple[str | None, str], counts: Counter[tuple[str, str]]
+) -> None:
     name = f"import-{os.getpid()}"
     with plain_errors():
         async with trio.open_nursery() as nursery:
@@ -107,7 +109,7 @@ async def _import(address: str, keys: Keys | None, file: Path, own: bool, counts
             with plain_errors():
                 async with open_producer(address, name, uuid.uuid4().hex, keys) as producer:
                     for group in read_groups(file):
-                        reply = await producer.put(_named(group, name, own), final=False)
+                        reply = await producer.put(_named(group, name, *queues), final=False)
                         counts[reply.status, reply.reason] += 1
             nursery.cancel_scope.cancel()
 
@@ -119,15 +121,19 @@ async def _watch(address: str, keys: Keys | None) -> None:
         await trio.sleep(WATCH_SECONDS)
 
 
-def _named(group: Group, actor: str, own: bool) -> Group:
-    """`group` as this client may put it.
+def _named(group: Group, actor: str, source: str | None, here: str) -> Group:
+    """`group`, exported from the queue `source`, as this client may put it into the queue `here`.
 
-    To the queue that it comes from under its own id: that queue has it, or remembers its end, and takes no group of a
-    ticket that is not the sender's. To any other queue without a ticket.
+    To the queue that took it in first, by whatever way it comes back, under its id there: that queue has it, or
+    remembers its end, and takes no group of a ticket that is not the sender's. To any other queue without a ticket.
     """
-    if own:
-        return replace(group, actor=actor)
-    return replace(group, actor=actor, ticket=None, group_id=content_id(group.trajectories))
+    origin = group.origin or (None if source is None else (source, group.group_id))
+    if origin is None or origin[0] != here:
+        return replace(group, actor=actor, ticket=None, group_id=content_id(group.trajectories), origin=origin)
+    number, ticketed, _ = origin[1].partition(":")
+    if ticketed and not number.isdecimal():
+        raise MessageError(f"origin: {origin[1]!r}, expected the id of a group")
+    return replace(group, actor=actor, ticket=int(number) if ticketed else None, group_id=origin[1], origin=None)
 
 
 def _print(file: Path, address: str, counts: Counter[tuple[str, str]]) -> None:

@@ -224,6 +224,8 @@ class Group:
     actor: str
     environment: str
     trajectories: tuple[Trajectory, ...]
+    origin: tuple[str, str] | None = None
+    """The queue that took it in first and its id there, once a file has brought it to another one."""
 
     @property
     def nbytes(self) -> int:
@@ -274,7 +276,9 @@ class Group:
 
     def to_wire(self) -> dict[str, Any]:
         """The msgpack map of this group."""
+        origin = {} if self.origin is None else {"origin": list(self.origin)}
         return {
+            **origin,
             "group_id": self.group_id,
             "ticket": self.ticket,
             "actor": self.actor,
@@ -296,7 +300,14 @@ class Group:
             actor=take(wire, "actor", str),
             environment=take(wire, "environment", str),
             trajectories=tuple(Trajectory.from_wire(t, where=f"trajectories[{i}]") for i, t in enumerate(trajectories)),
+            origin=_origin(take(wire, "origin", list)) if "origin" in wire else None,
         )
+
+
+def _origin(pair: list[Any]) -> tuple[str, str]:
+    if [type(x) for x in pair] != [str, str]:
+        raise MessageError(f"origin: {brief(pair)}, expected [queue, group_id]")
+    return pair[0], pair[1]
 
 
 def content_id(trajectories: tuple[Trajectory, ...]) -> str:

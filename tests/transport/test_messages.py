@@ -43,6 +43,16 @@ def test_a_group_comes_back_as_it_was():
     assert (group.versions, group.trained_tokens, group.nbytes) == ((3, 4), 2, 51)
 
 
+def test_where_a_group_was_first_travels_with_it():
+    group = Group(
+        group_id="1f", ticket=None, actor="a", environment="e", trajectories=(trajectory(),), origin=("q1", "7:0")
+    )
+    assert Group.unpack(group.pack()) == group
+    for wrong in (["q1"], ["q1", 7], [["q1"], "7:0"]):
+        with pytest.raises(MessageError, match=r"origin: \[.*, expected \[queue, group_id\]"):
+            Group.from_wire({**group.to_wire(), "origin": wrong})
+
+
 def test_a_batch_is_made_of_packed_groups_and_comes_back_as_it_was():
     groups = tuple(
         Group(group_id=f"{i}:0", ticket=i, actor="a", environment="e", trajectories=(trajectory(score=float(i)),) * 2)
