@@ -38,15 +38,15 @@ def ask(address: str, op: str, *, deadline_seconds: float, keys: Keys | None) ->
 
 
 def print_status(address: str, keys: Keys | None = None) -> int:
-    """Print what the queue at `address` says; returns the exit code, 1 when it does not answer."""
+    """Print what the queue at `address` says; returns the exit code, 2 when it does not answer."""
     try:
         statistics = ask_status(address, keys=keys)
     except MessageError as error:
         print(f"lachesis status: {error}", file=sys.stderr)
-        return 1
+        return 2
     if statistics is None:
         print(f"lachesis status: no queue answers at {address} within {DEADLINE_SECONDS:.0f} s", file=sys.stderr)
-        return 1
+        return 2
     for line in _lines(statistics):
         print(line)
     return 0

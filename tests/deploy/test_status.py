@@ -55,6 +55,6 @@ def test_a_refusal_is_an_error(queue):
 
 def test_no_queue_is_said_after_the_deadline(monkeypatch, capsys):
     monkeypatch.setattr(status, "ask_status", lambda address, keys: None)
-    assert print_status("tcp://127.0.0.1:1") == 1
+    assert print_status("tcp://127.0.0.1:1") == 2
     assert capsys.readouterr().err == "lachesis status: no queue answers at tcp://127.0.0.1:1 within 5 s\n"
     assert ask_status("tcp://127.0.0.1:1", deadline_seconds=0.05) is None

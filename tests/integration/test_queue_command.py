@@ -64,7 +64,7 @@ def test_a_queue_answers_refuses_a_twin_and_ends_well(config, tmp_path):
         assert re.search(r"^ready +0$", answer.stdout, re.MULTILINE)
         twin = lachesis("queue", config)
         assert twin.returncode == 2
-        assert "cannot be bound" in twin.stderr
+        assert re.search("queue.address: 'tcp://.*' cannot be bound: Address already in use", twin.stderr)
         assert len(twin.stderr.splitlines()) == 1
     finally:
         queue.terminate()
@@ -198,6 +198,10 @@ def test_groups_are_exported_and_imported_and_none_is_trained_twice(config, tmp_
     moved = list(read_groups(tmp_path / "moved.bin"))
     assert [group.ticket for group in moved] == [None] * 6
     assert [group.trajectories for group in moved] == [group.trajectories for group in exported]
+    assert [group.origin for group in moved] == [(before["queue"], group.group_id) for group in exported]
+    with running(config):
+        back = lachesis("queue", config, "--import", tmp_path / "moved.bin")
+        assert (back.returncode, "0 accepted, 6 duplicate" in back.stdout) == (0, True), back
 
 
 def test_files_that_are_none_are_named(config, tmp_path):
@@ -233,7 +237,7 @@ def test_an_import_waits_for_room_and_ends_with_the_queue(config, tmp_path, monk
 
     async def put(queue):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(exchange._import, address_of(config), None, file, False, counts)
+            nursery.start_soon(exchange._import, address_of(config), None, file, (None, "q"), counts)
             # (S + 1) * B = 12 are enough in progress; for the next one the queue has no room.
             while "waiting for room" not in caplog.text:
                 await trio.sleep(0.05)
