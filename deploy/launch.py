@@ -31,7 +31,7 @@ from lachesis_deploy.folder import (
 from lachesis_deploy.panel import show_progress
 from lachesis_deploy.processes import Command
 from lachesis_deploy.records import numbers, read_all, read_json
-from lachesis_deploy.resume import check_resumable, folder_to_resume, nothing_left
+from lachesis_deploy.resume import check_resumable, folder_to_resume, not_evaluated, nothing_left
 from lachesis_deploy.summary import Summary, summarise
 from lachesis_deploy.supervisor import GRACE_SECONDS, RoleFailed, supervise
 from lachesis_transport.keys import load_keys
@@ -63,6 +63,9 @@ def launch(config_path: str, overrides: Sequence[str] = (), *, resume: bool = Fa
     with locked(folder):
         if nothing_left(config, folder):
             print(f"{folder} has finished: all {config.run.steps} steps of run.steps are trained, nothing is left")
+            for line in not_evaluated(folder):
+                print(line)
+            close_run(folder)  # who ended the launch may have done so before the summary
             return 0
         return _run(_prepared_again(config, folder), folder)
 

@@ -10,8 +10,8 @@ from lachesis_configs.load import ConfigError, load_config
 from lachesis_configs.schema import Config
 from lachesis_deploy.audit import lasting
 from lachesis_deploy.folder import CONFIG, METRICS, default_folder, earlier_folders
-from lachesis_deploy.records import number, numbers, read_all, read_json
-from lachesis_transport.queue_files import DATABASE, STATISTICS
+from lachesis_deploy.records import number, numbers, of_kind, read_all, read_json
+from lachesis_transport.queue_files import DATABASE, EVENTS, STATISTICS
 
 FIXED = {
     "run.seed": "the queue numbers the prompts that it gives",
@@ -49,6 +49,22 @@ def nothing_left(config: Config, folder: Path) -> bool:
     """Whether the run in `folder` has finished with all the steps of `config`."""
     queue = read_json(folder / STATISTICS) or {}
     return queue.get("finished") is True and (number(queue, "step") or 0) >= config.run.steps
+
+
+def not_evaluated(folder: Path) -> list[str]:
+    """A line for each environment that was evaluated in the finished run in `folder`, but not at its final version."""
+    final = number(read_json(folder / STATISTICS) or {}, "final")
+    if final is None:
+        return []
+    versions: dict[str, set[Any]] = {}
+    for event in of_kind(read_all(folder / EVENTS), "evaluation"):
+        versions.setdefault(str(event.get("environment")), set()).add(event.get("version"))
+    instead = f"a new run with model.path={folder}/checkpoints/{final:08.0f} begins with that evaluation"
+    return [
+        f"{environment} was not evaluated at version {final:.0f}, the final one, before the run was ended; {instead}"
+        for environment, evaluated in versions.items()
+        if final not in evaluated
+    ]
 
 
 def check_resumable(config: Config, folder: Path) -> None:

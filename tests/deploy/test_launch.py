@@ -146,10 +146,15 @@ def test_a_stopped_run_goes_on_in_its_folder(wanted, monkeypatch, capsys):
 def test_a_finished_run_says_so_and_goes_on_when_it_shall_be_longer(wanted, monkeypatch, capsys):
     roles(monkeypatch, learner=learner(2))
     assert launch(wanted) == 0
-    stopped_run(steps=2)
+    folder = stopped_run(steps=2)
+    summary = (folder / "summary.json").read_text()
+    for name in ("summary.json", "report.html"):
+        (folder / name).unlink()  # as when the launch was killed just before it wrote them
     roles(monkeypatch, learner="raise SystemExit(7)")
     assert launch(wanted, resume=True) == 0
     assert "runs/toy has finished: all 2 steps of run.steps are trained, nothing is left\n" in capsys.readouterr().out
+    assert (folder / "summary.json").read_text() == summary
+    assert (folder / "report.html").exists()
     assert launch(wanted, ["run.steps=3"], resume=True) == 1
 
 

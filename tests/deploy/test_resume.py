@@ -7,7 +7,7 @@ import pytest
 from lachesis_configs.load import ConfigError
 from lachesis_configs.schema import Config
 from lachesis_deploy.folder import locked, write_config
-from lachesis_deploy.resume import check_resumable, folder_to_resume, nothing_left
+from lachesis_deploy.resume import check_resumable, folder_to_resume, not_evaluated, nothing_left
 
 
 def config(folder, **sections):
@@ -99,6 +99,18 @@ def test_nothing_is_left_of_a_finished_run_unless_it_shall_be_longer(tmp_path):
         (wanted / "queue.json").write_text(json.dumps(state))
         assert nothing_left(config(wanted), wanted) is not left
     assert not nothing_left(config(wanted, run={"steps": 9}), wanted)
+
+
+def test_a_final_evaluation_that_did_not_happen_is_named(tmp_path):
+    wanted = run_folder(tmp_path / "toy")
+    assert not_evaluated(wanted) == []
+    (wanted / "queue.json").write_text(json.dumps({"finished": True, "step": 8, "final": 9}))
+    evaluated = [("sums", 0), ("chat", 0), ("chat", 9)]
+    lines = (json.dumps({"kind": "evaluation", "environment": name, "version": v}) + "\n" for name, v in evaluated)
+    (wanted / "events.jsonl").write_text("".join(lines))
+    (line,) = not_evaluated(wanted)
+    assert line.startswith("sums was not evaluated at version 9, the final one")
+    assert f"model.path={wanted}/checkpoints/00000009" in line
 
 
 def test_one_launch_a_folder(tmp_path):
