@@ -100,7 +100,8 @@ class Run(Section):
     """Folder with this node's keys, made by `lachesis keys`: encrypts and authenticates what the roles say to each
     other, and is needed for an address off loopback."""
     evaluate_every: NonNegative = 0
-    """Evaluate on held-out items each time this many versions were trained; 0: only before the first and at the end."""
+    """Evaluate on held-out items each time this many versions were trained. Whatever it is, a run evaluates before its
+    first group and at its end, and a run that goes on (--resume) before its first group from there."""
 
 
 class Model(Section):
