@@ -33,14 +33,16 @@ DEADLINE_SECONDS = 60.0
 
 
 class TimedMirror(Mirror):
-    """A mirror that notes when a payload is there and when it is applied and verified."""
+    """A mirror that notes when a payload is there, when it is applied and when it is verified."""
 
-    arrived = staged = 0.0
+    arrived = applied = staged = 0.0
 
     def apply(self, *args: Any, **kwargs: Any) -> int:
         """As Mirror.apply."""
         self.arrived = time.monotonic()
-        return super().apply(*args, **kwargs)
+        changed = super().apply(*args, **kwargs)
+        self.applied = time.monotonic()
+        return changed
 
     def checksum(self, *, shards: int) -> str:
         """As Mirror.checksum."""
@@ -148,6 +150,7 @@ class Member:
             version=fields["version"],
             checksum=fields["checksum"],
             arrived=self._mirror.arrived,
+            applied=self._mirror.applied,
             staged=self._mirror.staged,
             active=time.monotonic(),
             copy_seconds=self._model.copy_seconds,

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lachesis_bench.publish import Case, Model, measure, recorded_bytes
+from lachesis_bench.publish import Case, Model, fitting, measure, memory, recorded_bytes
 from lachesis_bench.publish_fleet import open_fleet
 
 
@@ -26,20 +26,33 @@ def test_a_step_moves_the_share_and_the_next_one_moves_it_back() -> None:
 async def test_every_channel_is_measured_against_its_limit(tmp_path: Path) -> None:
     figures = await measure(tmp_path, "1m", [Case(0.01, "collective", 1), Case(0.01, "stream", 1)], 2)
     assert [figure.figure for figure in figures] == [
+        "publish.diff_1m_0.01",
         "publish.encode_1m_0.01",
         "publish.transfer_1m_0.01_collective_1",
-        "publish.stage_1m_0.01",
+        "publish.decode_1m_0.01",
+        "publish.verify_1m_0.01",
+        "publish.activate_1m_0.01",
         "publish.whole_1m_0.01_collective_1",
         "publish.transfer_1m_0.01_stream_1",
         "publish.whole_1m_0.01_stream_1",
     ]
     for figure in figures:
         assert (figure.unit, figure.runs) == ("ms", 2)
-        assert figure.reference is not None
-        assert figure.ratio is not None
-        assert 0 < figure.ratio < 100
-    parts = {figure.figure.split("_")[0]: figure.value for figure in figures[:4]}
-    assert parts["publish.whole"] > parts["publish.encode"] + parts["publish.transfer"] - 1
+        if figure.ratio is not None:
+            assert figure.reference is not None
+            assert 0 < figure.ratio < 100
+    value = {figure.figure.split("_")[0]: figure.value for figure in figures[:7]}
+    parts = ("diff", "encode", "transfer", "decode", "verify", "activate")
+    assert value["publish.whole"] == pytest.approx(sum(value[f"publish.{part}"] for part in parts), rel=0.01)
+    assert [f.figure.split("_")[0] for f in figures[:7] if f.reference is None] == ["publish.encode", "publish.verify"]
+
+
+def test_what_does_not_fit_into_memory_is_left_out_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [Case(0.01, "collective", 2), Case(0.01, "stream", 8)]
+    assert fitting("500m", cases, free=memory("500m", 8)) == cases
+    assert capsys.readouterr().err == ""
+    assert fitting("500m", cases, free=memory("500m", 8) - 1) == cases[:1]
+    assert "500m, stream, 8 members: left out, needs" in capsys.readouterr().err
 
 
 @pytest.mark.trio
