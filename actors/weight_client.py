@@ -22,6 +22,7 @@ from lachesis_actors.weight_link import Fenced, Invitation, Link, StreamBroken, 
 from lachesis_actors.weight_workers import Workers, open_workers
 from lachesis_configs.schema import Config
 from lachesis_transport.keys import load_keys
+from lachesis_transport.sockets import host_of, on_loopback
 from lachesis_transport.weights.version_log import Step
 
 log = logging.getLogger("lachesis.weights")
@@ -96,12 +97,18 @@ async def follow_weights(
                 actor=actor,
                 workers=count,
                 layout=workers.layout,
-                channel=config.actor.weights_channel,
+                channel=config.actor.weights_channel if open_to_collectives(config) else "stream",
                 keys=load_keys(config),
             )
         )
         follower = _Follower(
-            link, workers, engine, report=report, on_active=on_active, keep=config.activation.kv == "keep"
+            link,
+            workers,
+            engine,
+            host=host_of(config.weights.address),
+            report=report,
+            on_active=on_active,
+            keep=config.activation.kv == "keep",
         )
         await link.join()
         while True:
@@ -118,6 +125,11 @@ async def follow_weights(
                 await trio.sleep(0.2)
 
 
+def open_to_collectives(config: Config) -> bool:
+    """Whether workers may listen for the other ranks of a group, on the network that the publisher is on."""
+    return config.weights.trusted_network or on_loopback(config.weights.address)
+
+
 class _Follower:
     def __init__(
         self,
@@ -125,10 +137,12 @@ class _Follower:
         workers: Workers,
         engine: ServesWeights,
         *,
+        host: str,
         report: Callable[..., None],
         on_active: Callable[[int], None],
         keep: bool,
     ) -> None:
+        self._host = host
         self._link = link
         self._workers = workers
         self._engine = engine
@@ -184,7 +198,7 @@ class _Follower:
             sizes=invitation.sizes,
             seconds=invitation.seconds,
             each={
-                worker: {"group": {**invitation.group, "rank": first + i}}
+                worker: {"group": {**invitation.group, "host": self._host, "rank": first + i}}
                 for i, worker in enumerate(self._workers.ranks)
             },
         )

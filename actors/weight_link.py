@@ -70,7 +70,8 @@ class Invitation:
     sizes: list[int]
     seconds: float
     group: dict[str, Any]
-    """GroupSpec of the actor's first worker; the others take the ranks after it."""
+    """GroupSpec of the actor's first worker; the others take the ranks after it, and all the host that this actor
+    knows."""
 
 
 class Link:

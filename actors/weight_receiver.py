@@ -68,6 +68,7 @@ class Receiver:
         address: of the actor's socket, tcp://127.0.0.1:PORT.
         token: the actor's secret: proves that this is its own worker.
         worker: rank of this worker in its engine.
+        device: of this worker, as torch names it; a thread's own current one is the first GPU, whatever the worker's.
         prepare: called as prepare(version, mirror), in the thread, to make the activation of a version quick; None
             where that isn't possible.
     """
@@ -79,6 +80,7 @@ class Receiver:
         address: str,
         token: str,
         worker: int,
+        device: str = "cpu",
         prepare: Callable[[int, Mirror], None] | None = None,
     ) -> None:
         check_loopback(address)
@@ -90,6 +92,7 @@ class Receiver:
         self._address = address
         self._token = token
         self._worker = worker
+        self._device = device
         self._group: Group | None = None
         self._hashed: tuple[int, str] | None = None
         """Shards and checksum of what the mirror holds; None when that isn't known."""
@@ -177,7 +180,7 @@ class Receiver:
             self._leave()
         try:
             if self._group is None:
-                self._group = Group(spec, seconds=seconds)
+                self._group = Group(spec, seconds=seconds, device=self._device)
             left = max(0.05, began + seconds - time.monotonic())
             self._group.broadcast(transfer.buffer, seconds=left)
         except CollectiveFailed:
@@ -279,9 +282,12 @@ def open_receiver(
     address: str,
     token: str,
     worker: int,
+    device: str = "cpu",
     prepare: Callable[[int, Mirror], None] | None = None,
 ) -> Receiver:
     """A running receiver for the model in `folder`. Raises ValueError for a folder without weights."""
-    receiver = Receiver(Mirror.load(folder), address=address, token=token, worker=worker, prepare=prepare)
+    receiver = Receiver(
+        Mirror.load(folder), address=address, token=token, worker=worker, device=device, prepare=prepare
+    )
     receiver.start()
     return receiver

@@ -61,6 +61,7 @@ class LachesisWeightTransfer(WeightTransferEngine[LachesisInitInfo, LachesisUpda
             address=init_info.address,
             token=init_info.token,
             worker=self.parallel_config.rank,
+            device=str(self.device),
             prepare=None if reason is not None else self._prepare,
         )
 

@@ -31,10 +31,12 @@ from lachesis_learner.device_baseline import DeviceBaseline
 from lachesis_learner.shards import Shard, ShardBlob, ShardEncoder
 from lachesis_transport.messages import pack, unpack
 from lachesis_transport.weights.checksum import combine
-from lachesis_transport.weights.collective import Group, GroupSpec, open_store
+from lachesis_transport.weights.collective import Group, GroupSpec
 from lachesis_transport.weights.layout import Layout, shard_range
 from lachesis_transport.weights.mirror import Mirror
+from lachesis_transport.weights.rendezvous import Rendezvous
 
+LOOPBACK = "127.0.0.1"
 SECONDS = 120.0
 """What any one step may take."""
 
@@ -217,17 +219,18 @@ class Receiver:
 @contextmanager
 def receivers(parameters: int, *, ranks: int, backend: str) -> Iterator[tuple[Group, list[Receiver]]]:
     """A group of this process and of `ranks` - 1 others, for the length of the block."""
-    store = open_store(seconds=SECONDS)
+    rendezvous = Rendezvous(LOOPBACK)
 
     def spec(rank: int) -> GroupSpec:
-        return GroupSpec(epoch=0, port=store.port, prefix="gpu", rank=rank, size=ranks, backend=backend)
+        return GroupSpec(epoch=0, host=LOOPBACK, port=rendezvous.port, rank=rank, size=ranks, backend=backend)
 
     others = [Receiver(spec(rank), parameters) for rank in range(1, ranks)]
     try:
-        yield Group(spec(0), seconds=SECONDS, store=store), others
+        yield Group(spec(0), seconds=SECONDS, device="cuda:0"), others
     finally:
         for other in others:
             other.end()
+        rendezvous.close()
 
 
 def receive(spec: GroupSpec, parameters: int) -> None:
@@ -235,7 +238,7 @@ def receive(spec: GroupSpec, parameters: int) -> None:
     if spec.backend == "nccl":
         torch.cuda.set_device(spec.rank)
     mirror = Mirror(layout_of(parameters))
-    group = Group(spec, seconds=SECONDS)
+    group = Group(spec, seconds=SECONDS, device=f"cuda:{spec.rank}")
     while True:
         header = unpack(_take(group).data)
         if not header:

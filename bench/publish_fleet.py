@@ -16,7 +16,8 @@ import numpy as np
 import trio
 import zmq
 
-from lachesis_transport.weights.collective import Group, GroupSpec, open_store
+from lachesis_transport.weights.collective import Group, GroupSpec
+from lachesis_transport.weights.rendezvous import Rendezvous
 
 PROGRAM = "lachesis_bench.publish_member"
 ANSWER_SECONDS = 120.0
@@ -107,12 +108,12 @@ class Fleet:
     @asynccontextmanager
     async def _raw_gloo(self, members: list[Member]) -> AsyncIterator[Callable[[np.ndarray], None]]:
         self._epoch += 1
-        store = await trio.to_thread.run_sync(lambda: open_store(seconds=ANSWER_SECONDS))
+        rendezvous = Rendezvous("127.0.0.1")
         specs = [
             GroupSpec(
                 epoch=self._epoch,
-                port=store.port,
-                prefix=f"raw/{self._epoch}",
+                host="127.0.0.1",
+                port=rendezvous.port,
                 rank=rank,
                 size=len(members) + 1,
                 backend="gloo",
@@ -121,13 +122,14 @@ class Fleet:
         ]
         for member, spec in zip(members, specs[1:], strict=True):
             await member.order("meet", group=spec.to_wire())
-        group = await trio.to_thread.run_sync(lambda: Group(specs[0], seconds=ANSWER_SECONDS, store=store))
+        group = await trio.to_thread.run_sync(lambda: Group(specs[0], seconds=ANSWER_SECONDS))
         for member in members:
             await member.heard("met")
         try:
             yield lambda data: group.broadcast(data, seconds=ANSWER_SECONDS)
         finally:
             group.close()
+            rendezvous.close()
 
     @asynccontextmanager
     async def _raw_zeromq(self, members: list[Member]) -> AsyncIterator[Callable[[np.ndarray], None]]:

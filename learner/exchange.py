@@ -182,8 +182,9 @@ class Exchange(TrioThread):
             layout=layout,
             channel=weights.channel,
             deadline_seconds=weights.deadline_seconds,
-            device=device,
+            device="cpu" if device == "cpu" else "cuda:0",  # a rank sees one GPU alone
             keys=self._keys,
+            trusted_network=weights.trusted_network,
             files=files,
             kept=kept,
         )

@@ -20,15 +20,26 @@ from model import Learner
 
 from lachesis_actors.weight_client import follow_weights
 from lachesis_learner.publisher import Publisher
+from lachesis_transport.keys import Keys
 from lachesis_transport.weights.mirror import Mirror
 
 MEMBER = Path(__file__).with_name("member_process.py")
 
 
 @asynccontextmanager
-async def serving(learner: Learner, *, channel: str = "collective", deadline: float = 10.0) -> AsyncIterator[Publisher]:
+async def serving(
+    learner: Learner,
+    *,
+    channel: str = "collective",
+    deadline: float = 10.0,
+    address: str = "tcp://127.0.0.1:0",
+    keys: Keys | None = None,
+    trusted_network: bool = False,
+) -> AsyncIterator[Publisher]:
     publisher = Publisher(
-        address="tcp://127.0.0.1:0",
+        address=address,
+        keys=keys,
+        trusted_network=trusted_network,
         layout=learner.layout,
         channel=channel,  # type: ignore[arg-type]
         deadline_seconds=deadline,
@@ -155,9 +166,20 @@ async def running(program: Path, *arguments: object) -> AsyncIterator[Process]:
         process.popen.wait()
 
 
-def actor(address: str, folder: Path, *, name: str, deadline: float, strike: str = "never") -> Any:
+def actor(
+    address: str,
+    folder: Path,
+    *,
+    name: str,
+    deadline: float,
+    workers: int = 1,
+    strike: str = "never",
+    keys: Path | None = None,
+    trusted_network: bool = False,
+) -> Any:
     """An actor without vLLM in a process of its own; `strike` says when it sends itself a signal (member_process)."""
-    return running(MEMBER, address, name, folder, 1, deadline, strike)
+    config = member_config(address, workers=workers, deadline=deadline, keys=keys, trusted_network=trusted_network)
+    return running(MEMBER, config.model_dump_json(), name, folder, strike)
 
 
 @asynccontextmanager

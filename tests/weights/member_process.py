@@ -1,8 +1,8 @@
 """An actor without vLLM, for tests: the real weight client and real receiver threads around an engine that only copies.
 
-Run as a program: python member_process.py ADDRESS NAME FOLDER WORKERS DEADLINE [STRIKE]. Prints one JSON line an event.
-STRIKE is WHERE:SIGNAL: in the middle of the first transfer of at least STRIKE_BYTES by `collective`, `stream` it sends
-itself that signal, after the event `struck`.
+Run as a program: python member_process.py CONFIG NAME FOLDER [STRIKE], where CONFIG is JSON. Prints one JSON line an
+event. STRIKE is WHERE:SIGNAL: in the middle of the first transfer of at least STRIKE_BYTES by `collective`, `stream` it
+sends itself that signal, after the event `struck`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import trio
 
 from lachesis_actors.weight_client import follow_weights
 from lachesis_actors.weight_receiver import Receiver, open_receiver
-from lachesis_configs.schema import Actor, Config, Engine, Weights
+from lachesis_configs.schema import Actor, Config, Engine, Run, Weights
 from lachesis_transport.weights.collective import Group
 
 STRIKE_BYTES = 4 << 20
@@ -74,10 +74,23 @@ class CopyingEngine:
 
 
 def member_config(
-    address: str, *, workers: int, deadline: float, channel: Literal["auto", "stream"] = "auto"
+    address: str,
+    *,
+    workers: int,
+    deadline: float,
+    channel: Literal["auto", "stream"] = "auto",
+    keys: Path | None = None,
+    trusted_network: bool = False,
 ) -> Config:
+    weights = Weights(
+        address=address,
+        channel="stream" if keys is not None and not trusted_network else "collective",
+        trusted_network=trusted_network,
+        deadline_seconds=deadline,
+    )
     return Config(
-        weights=Weights(address=address, deadline_seconds=deadline),
+        run=Run(keys=None if keys is None else str(keys)),
+        weights=weights,
         actor=Actor(engine=Engine(tensor_parallel=workers), weights_channel=channel),
     )
 
@@ -133,8 +146,9 @@ def end_with_the_test() -> None:
     os._exit(1)
 
 
-async def main(address: str, name: str, folder: str, workers: str, deadline: str, strike: str = "never") -> None:
-    engine = CopyingEngine(Path(folder), workers=int(workers))
+async def main(settings: str, name: str, folder: str, strike: str = "never") -> None:
+    config = Config.model_validate_json(settings)
+    engine = CopyingEngine(Path(folder), workers=config.actor.engine.tensor_parallel)
 
     def say(kind: str, **fields: Any) -> None:
         print(json.dumps({"kind": kind, **fields}), flush=True)
@@ -146,7 +160,7 @@ async def main(address: str, name: str, folder: str, workers: str, deadline: str
 
     try:
         await follow_weights(
-            config=member_config(address, workers=int(workers), deadline=float(deadline)),
+            config=config,
             actor=name,
             engine=engine,
             report=say,

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lachesis_transport.messages import MessageError
+from lachesis_transport.weights.collective import CollectiveFailed, Group, GroupSpec, meet
+from lachesis_transport.weights.rendezvous import Rendezvous
 
 PROGRAM = """
 import subprocess, sys
 import numpy as np
-from lachesis_transport.weights.collective import Group, GroupSpec, open_store
+from lachesis_transport.weights.collective import Group, GroupSpec
+from lachesis_transport.weights.rendezvous import Rendezvous
 
 rank = int(sys.argv[1])
-store = open_store(seconds=60) if rank == 0 else None
-port = store.port if store else int(sys.argv[2])
+rendezvous = Rendezvous("127.0.0.1") if rank == 0 else None
+port = rendezvous.port if rendezvous else int(sys.argv[2])
 other = subprocess.Popen([sys.executable, "-c", sys.argv[3], "1", str(port)]) if rank == 0 else None
-spec = GroupSpec(epoch=1, port=port, prefix="x/1", rank=rank, size=2, backend="gloo")
-group = Group(spec, seconds=60, store=store)
+spec = GroupSpec(epoch=1, host="127.0.0.1", port=port, rank=rank, size=2, backend="gloo")
+group = Group(spec, seconds=60)
 buffer = np.full(1000, 7 - 7 * rank, np.uint8)
 group.broadcast(buffer, seconds=60)
 assert (buffer == 7).all()
@@ -28,3 +37,44 @@ def test_a_process_may_end_right_after_it_left_its_group():
     for _ in range(3):
         command = [sys.executable, "-c", PROGRAM, "0", "", PROGRAM]
         assert subprocess.run(command, timeout=150, check=False).returncode == 0
+
+
+def spec(*, rank: int = 0, size: int = 1, port: int = 1, backend: str = "gloo") -> GroupSpec:
+    return GroupSpec(epoch=3, host="127.0.0.1", port=port, rank=rank, size=size, backend=backend)
+
+
+def test_a_rank_whose_peers_do_not_come_gives_up_in_time():
+    rendezvous = Rendezvous("127.0.0.1")
+    with pytest.raises(CollectiveFailed, match=r"epoch 3: group not built: rendezvous: .* no answer within 0.1 s"):
+        Group(spec(size=2, port=rendezvous.port), seconds=0.1)
+    rendezvous.close()
+
+
+def test_nccl_wants_a_gpu_by_its_index():
+    for device in ("cpu", "cuda"):
+        with pytest.raises(CollectiveFailed, match=f"device: {device}, expected cuda:INDEX for nccl"):
+            Group(spec(backend="nccl"), seconds=1.0, device=device)
+
+
+def test_two_ranks_on_one_gpu_are_named_before_nccl_meets_them():
+    keys = dist.HashStore()
+    for rank, gpu in ((1, "GPU-b"), (2, "GPU-a")):
+        keys.set(f"here/{rank}", gpu)
+    with pytest.raises(CollectiveFailed, match=r"ranks 0 and 2 are on one GPU, GPU-a.*weights.channel: stream"):
+        meet(keys, spec(size=3, backend="nccl"), gpu="GPU-a")
+    meet(keys, spec(size=3, backend="nccl"), gpu="GPU-c")
+
+
+def test_whoever_is_missing_is_missed_before_nccl_waits_for_it():
+    keys = dist.HashStore()
+    keys.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError):
+        meet(keys, spec(size=2, backend="nccl"), gpu="GPU-a")
+
+
+def test_an_invitation_survives_the_wire_and_is_checked():
+    sent = spec(rank=1, size=2, port=5)
+    assert GroupSpec.from_wire(sent.to_wire()) == sent
+    for wrong in ({"rank": 2}, {"backend": "mpi"}, {"host": None}, {"port": "5"}):
+        with pytest.raises(MessageError):
+            GroupSpec.from_wire({**sent.to_wire(), **wrong})

@@ -1,13 +1,22 @@
 """The collective channel: a process group of the publisher (rank 0) and the workers of its members.
 
+    rendezvous = Rendezvous("127.0.0.1")                            # rank 0, until the group is closed
+    group = Group(GroupSpec(host="127.0.0.1", port=rendezvous.port, ...), seconds=10.0)     # every rank
+    group.broadcast(buffer, seconds=10.0)
+    group.close()
+
 The groups are built directly, without torch's default group: vLLM and DeepSpeed have theirs. `nccl` and `gloo` share
 this one path; only the device of the buffer differs. All calls block and end within their time-outs: run them in a
-thread.
+thread. gloo listens at the one address by which a rank reaches rank 0, on loopback where rank 0 is on loopback; NCCL
+chooses its interfaces itself.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,8 +26,11 @@ import torch
 import torch.distributed as dist
 
 from lachesis_transport.messages import MessageError, take
+from lachesis_transport.weights.rendezvous import RendezvousStore
 
-LOOPBACK = "127.0.0.1"
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""Read when a group is built. With it a broadcast that fails or takes too long is aborted and raises where it is waited
+for; without it a thread of torch's ends the whole process then."""
 
 
 class CollectiveFailed(RuntimeError):
@@ -31,10 +43,10 @@ class GroupSpec:
 
     epoch: int
     """Every group has its own: nobody from an older one can take part."""
+    host: str
+    """Of rank 0, as this rank reaches it: IPv4 address or name."""
     port: int
-    """Of the publisher's store on loopback."""
-    prefix: str
-    """Of this group's keys in the store."""
+    """Of rank 0's rendezvous."""
     rank: int
     size: int
     backend: str
@@ -51,8 +63,8 @@ class GroupSpec:
             raise MessageError(f"group: {type(wire).__name__}, expected a map")
         spec = cls(
             epoch=take(wire, "epoch", int),
+            host=take(wire, "host", str),
             port=take(wire, "port", int),
-            prefix=take(wire, "prefix", str),
             rank=take(wire, "rank", int),
             size=take(wire, "size", int),
             backend=take(wire, "backend", str),
@@ -62,37 +74,29 @@ class GroupSpec:
         return spec
 
 
-def open_store(*, seconds: float) -> dist.TCPStore:
-    """The publisher's store, on a free loopback port."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((LOOPBACK, 0))
-    listener.listen(128)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=seconds),
-        master_listen_fd=listener.detach(),
-    )
-
-
 class Group:
-    """One built group."""
+    """One built group.
 
-    def __init__(self, spec: GroupSpec, *, seconds: float, store: dist.TCPStore | None = None) -> None:
-        """Meet the other ranks, for at most `seconds`. Raises CollectiveFailed."""
+    Args:
+        spec: this rank's invitation.
+        seconds: to meet the other ranks in.
+        device: where this rank's tensors live; nccl wants cuda:INDEX, another one for each rank.
+
+    Raises CollectiveFailed.
+    """
+
+    def __init__(self, spec: GroupSpec, *, seconds: float, device: str = "cpu") -> None:
         self.spec = spec
-        timeout = timedelta(seconds=seconds)
+        self._group: Any = None
+        self._device = torch.device(device if spec.backend == "nccl" else "cpu")
+        self._store = RendezvousStore(spec.host, spec.port, seconds=seconds)
         try:
-            if store is None:
-                store = dist.TCPStore(LOOPBACK, spec.port, is_master=False, timeout=timeout)
-            keys = dist.PrefixStore(spec.prefix, store)
-            keys.set_timeout(timeout)
-            self._group: Any
-            self._group, self._device = _build(keys, spec, timeout)
-        except RuntimeError as error:  # torch's DistError family
+            # The epoch is random: a stranger who asks for keys knows none.
+            keys = dist.PrefixStore(str(spec.epoch), self._store)
+            build = _build_nccl if spec.backend == "nccl" else _build_gloo
+            self._group = build(keys, spec, timedelta(seconds=seconds), self._device)
+        except (RuntimeError, OSError) as error:  # torch's DistError family; no way to the host
+            self._store.close()
             raise CollectiveFailed(f"epoch {spec.epoch}: group not built: {_first_line(error)}") from error
 
     def broadcast(self, buffer: np.ndarray, *, seconds: float) -> None:
@@ -103,18 +107,18 @@ class Group:
         if group is None:
             raise CollectiveFailed(f"epoch {self.spec.epoch}: this rank has left")
         host = torch.from_numpy(buffer)
-        tensor = host if self._device.type == "cpu" else host.to(self._device)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=seconds)
         work = None
         try:
-            work = group.broadcast([tensor], options)
-            work.wait(options.timeout)
-            if tensor is not host:
-                torch.cuda.synchronize(self._device)
-                host.copy_(tensor)
+            with _beside(self._device):
+                tensor = host if self._device.type == "cpu" else host.to(self._device)
+                work = group.broadcast([tensor], options)
+                work.wait(options.timeout)
+                if tensor is not host and self.spec.rank:
+                    host.copy_(tensor)
         except RuntimeError as error:
             raise CollectiveFailed(f"epoch {self.spec.epoch}: broadcast: {_first_line(error)}") from error
         finally:
@@ -128,18 +132,64 @@ class Group:
         group, self._group = self._group, None
         # Connections close with the last reference, here: gloo ends a process in which another thread did this.
         group.abort()
+        self._store.close()
 
 
-def _build(keys: dist.Store, spec: GroupSpec, timeout: timedelta) -> tuple[Any, torch.device]:
-    if spec.backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(keys, spec.rank, spec.size, options), torch.device("cuda")
+def interface_toward(host: str) -> str:
+    """The IPv4 address of this machine by which it reaches `host`; of a loopback one 127.0.0.1. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _build_gloo(keys: dist.Store, spec: GroupSpec, timeout: timedelta, device: torch.device) -> Any:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._threads = 1
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    return dist.ProcessGroupGloo(keys, spec.rank, spec.size, options), torch.device("cpu")
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface_toward(spec.host))]
+    return dist.ProcessGroupGloo(keys, spec.rank, spec.size, options)
+
+
+def _build_nccl(keys: dist.Store, spec: GroupSpec, timeout: timedelta, device: torch.device) -> Any:
+    if device.type != "cuda" or device.index is None:
+        raise CollectiveFailed(f"device: {device}, expected cuda:INDEX for nccl")
+    # NCCL connects in the first broadcast, without a time-out: whoever is not here must be missed before.
+    meet(keys, spec, gpu=str(torch.cuda.get_device_properties(device).uuid))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        return dist.ProcessGroupNCCL(keys, spec.rank, spec.size, options)
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
+
+
+def meet(keys: dist.Store, spec: GroupSpec, *, gpu: str) -> None:
+    """Wait until all ranks are here, each with a GPU (its UUID) of its own. Raises CollectiveFailed."""
+    keys.set(f"here/{spec.rank}", gpu)
+    seen: dict[str, int] = {}
+    for rank in range(spec.size):
+        theirs = keys.get(f"here/{rank}").decode()
+        if theirs in seen:
+            raise CollectiveFailed(
+                f"ranks {seen[theirs]} and {rank} are on one GPU, {theirs}: nccl wants one for each rank, "
+                "expected weights.channel: stream"
+            )
+        seen[theirs] = rank
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """On a stream of its own, so that neither waits for what else the GPU does. A thread begins on cuda:0."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
 
 
 def _first_line(error: Exception) -> str:

@@ -121,9 +121,10 @@ class Membership:
         return True
 
     def quiet(self, token: int, *, seconds: float, now: float) -> bool:
-        """Whether the member said nothing for so long: it is time to look whether it can be reached."""
+        """Whether it is time to look if the member can be reached: it is waited for, or said nothing for so long."""
         member = self._members.get(token)
-        return member is not None and now - member.heard > seconds
+        waited_for = self._round is not None and token in self._round.waiting
+        return member is not None and (waited_for or now - member.heard > seconds)
 
     def reach(self, token: int, *, reached: bool, now: float) -> None:
         """Something was sent to the member, or could not be: its connection is gone, or it does not read."""
@@ -189,8 +190,8 @@ class Membership:
         assert self._round is not None
         return any(member.collective and member.token in self._round.waiting for member in self.members)
 
-    def compose(self) -> tuple[Composition, bool]:
-        """The group for the round in progress, and whether it has to be built (it is new)."""
+    def compose(self) -> Composition:
+        """The group for the round in progress: the one before it, when neither its ranks changed nor it broke."""
         assert self._round is not None
         ranks: dict[int, int] = {}
         size = 1
@@ -199,10 +200,10 @@ class Membership:
                 ranks[member.token] = size
                 size += member.workers
         if self._composition is not None and self._composition.ranks == ranks:
-            return self._composition, False
+            return self._composition
         self._epoch += 1
         self._composition = Composition(epoch=self._epoch, ranks=ranks, size=size)
-        return self._composition, True
+        return self._composition
 
     def broke(self) -> None:
         """A collective failed: the next group gets a new epoch."""

@@ -1,0 +1,100 @@
+"""Keys and values of a group: several stores of one rendezvous, over real sockets."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+import zmq
+
+from lachesis_transport.messages import pack
+from lachesis_transport.weights import rendezvous as module
+from lachesis_transport.weights.rendezvous import Rendezvous, RendezvousStore
+
+LOOPBACK = "127.0.0.1"
+
+
+@pytest.fixture
+def rendezvous():
+    served = Rendezvous(LOOPBACK)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def stores(rendezvous):
+    made = [RendezvousStore(LOOPBACK, rendezvous.port, seconds=20.0) for _ in range(2)]
+    yield made
+    for store in made:
+        store.close()
+
+
+def test_what_one_rank_sets_the_others_get_through_torchs_own_prefixes(stores):
+    here, there = (dist.PrefixStore("epoch", store) for store in stores)
+    here.set("a", "1")
+    stores[0].set("b", b"\0\xff")
+    assert there.get("a") == b"1"
+    assert stores[1].get("epoch/a") == b"1"
+    assert stores[1].get("b") == b"\0\xff"
+    here.set("a", "2")
+    assert there.get("a") == b"2"
+
+
+def test_who_asks_early_waits(stores):
+    got: list[bytes] = []
+
+    def ask() -> None:
+        stores[1].wait(["a", "b"])
+        got.append(stores[1].get("b"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    stores[0].set("a", "1")
+    thread.join(0.2)
+    assert got == []
+    stores[0].set("b", "2")
+    thread.join(20)
+    assert got == [b"2"]
+
+
+def test_waiting_ends_with_the_time_and_names_the_keys(stores):
+    with pytest.raises(dist.DistStoreError, match=r"rendezvous: a, b: no answer within 0.05 s"):
+        stores[0].wait(["a", "b"], timedelta(seconds=0.05))
+    stores[1].set("a", "1")
+    stores[1].set("b", "2")  # the answer to the question that was given up
+    assert stores[0].get("a") == b"1"
+
+
+def test_without_anybody_there_the_time_ends_too():
+    gone = Rendezvous(LOOPBACK)
+    gone.close()
+    store = RendezvousStore(LOOPBACK, gone.port, seconds=0.05)
+    with pytest.raises(RuntimeError, match="no answer"):
+        store.set("a", "1")
+    store.close()
+
+
+def test_strangers_disturb_nothing(rendezvous, stores, monkeypatch):
+    monkeypatch.setattr(module, "MAX_BYTES", 100)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(f"tcp://{LOOPBACK}:{rendezvous.port}")
+        for frames in (
+            [b""],
+            [b"\xc1", b"?"],
+            [pack({"id": 1, "keys": [1]})],
+            [pack({"id": 1, "value": b""})],
+            [pack({"id": 1, "key": "big", "value": bytes(101)})],
+            [pack({"id": 2, "keys": ["a"]})],
+        ):
+            stranger.send_multipart(frames)
+        stores[0].set("a", "1")
+        assert stores[1].get("a") == b"1"
+        assert stranger.poll(20_000)
+
+
+def test_an_address_that_is_not_here_is_refused():
+    with pytest.raises(OSError, match=r"rendezvous: no port at 192.0.2.200"):
+        Rendezvous("192.0.2.200")

@@ -1,0 +1,143 @@
+"""Where the ranks of a group find each other: keys and values that live at rank 0 while the group does.
+
+    rendezvous = Rendezvous("127.0.0.1")                            # rank 0
+    store = RendezvousStore("127.0.0.1", rendezvous.port, seconds=10.0)     # every rank; a torch.distributed.Store
+
+torch's TCPStore does the same, but asks a name server for the name of each address that it connects to, loopback
+included, and waits for the answer: one packet that is lost costs 5 s, a name server that is away costs more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+import zmq
+
+from lachesis_transport.messages import MessageError, pack, take, unpack
+
+MAX_BYTES = 64 << 20
+"""All values of a rendezvous together: what a thousand ranks need several times."""
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+class Rendezvous:
+    """Serves the keys and values of one group until closed, in a thread.
+
+    Args:
+        host: IPv4 address to listen on, at a free port.
+
+    Raises OSError when it cannot listen there.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._values: dict[str, bytes] = {}
+        self._nbytes = 0
+        self._waiting: dict[bytes, tuple[int, list[str]]] = {}
+        """What each client waits for: one question at a time."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        try:
+            self._socket.bind(f"tcp://{host}:*")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            self._context.term()
+            raise OSError(error.errno, f"rendezvous: no port at {host}: {error.strerror}") from None
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
+        threading.Thread(target=self._serve, name="lachesis-rendezvous", daemon=True).start()
+
+    def close(self) -> None:
+        """Forget everything; who still asks hears nothing."""
+        self._context.term()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                peer, *frames = self._socket.recv_multipart()
+                try:
+                    self._answer(peer, unpack(frames[-1] if frames else b""))
+                except MessageError:
+                    continue  # nobody of ours sends that
+        except zmq.ContextTerminated:
+            self._socket.close()
+
+    def _answer(self, peer: bytes, message: dict[str, Any]) -> None:
+        number = take(message, "id", int)
+        if "value" not in message:
+            keys = take(message, "keys", list)
+            if not all(isinstance(key, str) for key in keys):
+                raise MessageError(f"keys: {keys}, expected strings")
+            self._waiting[peer] = number, keys
+        else:
+            key, value = take(message, "key", str), take(message, "value", bytes)
+            nbytes = self._nbytes + len(key) + len(value)
+            if nbytes > MAX_BYTES:
+                raise MessageError(f"value: {nbytes} bytes in all, expected at most {MAX_BYTES}")
+            self._values[key], self._nbytes = value, nbytes
+            self._say(peer, {"id": number, "values": []})
+        for waiting, (asked, keys) in tuple(self._waiting.items()):
+            if all(key in self._values for key in keys):
+                del self._waiting[waiting]
+                self._say(waiting, {"id": asked, "values": [self._values[key] for key in keys]})
+
+    def _say(self, peer: bytes, message: dict[str, Any]) -> None:
+        try:
+            self._socket.send_multipart([peer, pack(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # it does not read
+
+
+class RendezvousStore(dist.Store):
+    """One rank's view of a rendezvous, with what building a group needs: set, get and wait.
+
+    Args:
+        host: IPv4 address or name of where the rendezvous listens.
+        port: of it.
+        seconds: that each call waits at most, unless it says otherwise.
+
+    Calls raise DistStoreError (a RuntimeError) when the time is up. Keep the object as long as its group.
+    """
+
+    def __init__(self, host: str, port: int, *, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._number = 0
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(f"tcp://{host}:{port}")
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Let everybody know a value."""
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self._ask({"key": key, "value": content}, self._seconds)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, once somebody sets it."""
+        return self._ask({"keys": [key]}, self._seconds)[0]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return once all these keys are set."""
+        self._ask({"keys": list(keys)}, self._seconds if timeout is None else timeout.total_seconds())
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._context.destroy(linger=0)
+
+    def _ask(self, message: dict[str, Any], seconds: float) -> list[bytes]:
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            self._number += 1
+            self._socket.send(pack({"id": self._number, **message}))
+            while self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+                answer = unpack(self._socket.recv())
+                if take(answer, "id", int) == self._number:
+                    return take(answer, "values", list)
+        what = message.get("key") or ", ".join(message["keys"])
+        raise dist.DistStoreError(f"rendezvous: {what}: no answer within {seconds:g} s")
