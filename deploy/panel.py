@@ -76,6 +76,8 @@ class Progress:
             return line
         elif kind == "checksum_mismatch":
             return f"{record.get('source')}: weights of version {record.get('version')} differ, healing"
+        elif kind == "weights_restored" and record.get("damaged"):
+            return f"{record.get('source')}: {record['damaged']} damaged files of weights were not used, see its log"
         return None
 
     @property

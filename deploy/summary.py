@@ -78,6 +78,8 @@ class Summary:
     """Bytes of all weights."""
     checksum_mismatches: int | None
     """Activations whose weights were not bitwise the learner's."""
+    weight_files_damaged: int | None
+    """Files of the version log that no learner could go on from: torn, damaged or of another model."""
     pause_seconds_mean: float | None
     """Pause of generation for an activation, the first one of an actor, before it generates, left out."""
     learner_tokens_per_second: float | None
@@ -124,7 +126,8 @@ class Summary:
         yield (
             "weight delta",
             f"{_megabytes(self.delta_bytes_mean)} of {_megabytes(self.full_bytes)} MB (1/{_shown(ratio, '.0f')}), "
-            f"checksum mismatches {_shown(self.checksum_mismatches)}",
+            f"checksum mismatches {_shown(self.checksum_mismatches)}"
+            + (f", damaged files {self.weight_files_damaged}" if self.weight_files_damaged else ""),
         )
         yield "pause", f"{_shown(self.pause_seconds_mean, '.3f')} s"
         yield (
@@ -190,6 +193,7 @@ def summarise(
         delta_bytes_mean=_mean(numbers(metrics, "delta_bytes")),
         full_bytes=_last_int(metrics, "full_bytes"),
         checksum_mismatches=len(of_kind(events, "checksum_mismatch")) if activations else None,
+        weight_files_damaged=_damaged(events),
         pause_seconds_mean=_mean(numbers(_pauses(events), "pause_seconds")),
         **_time_shares(metrics, events),
         mismatch_kl=_mean(numbers(metrics, "mismatch_kl")),
@@ -325,6 +329,11 @@ def _tokens_sampled(events: list[Record], windows: list[Interval]) -> float:
             continue
         tokens += sampled * length(intersection(windows, [(start, end)])) / (end - start)
     return tokens
+
+
+def _damaged(events: list[Record]) -> int | None:
+    found = numbers(of_kind(events, "weights_restored"), "damaged")
+    return int(sum(found)) if found else None
 
 
 def _pauses(events: list[Record]) -> list[Record]:

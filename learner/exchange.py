@@ -146,7 +146,10 @@ class Exchange(TrioThread):
     def open_publisher(
         self, weights: Weights, layout: Layout, *, device: str, files: LogFiles, kept: Kept | None
     ) -> Future[None]:
-        """Let actors join from now on. Versions are kept in `files`, which held `kept`."""
+        """Let actors join from now on. Versions are kept in `files`, which held `kept`.
+
+        Reports what they held as an event of kind `weights_restored`.
+        """
         return self.submit(partial(self._open_publisher, weights, layout, device=device, files=files, kept=kept))
 
     def publish(self, *, version: int, parent: int | None, blobs: Sequence[bytes]) -> Future[PublishReport]:
@@ -189,6 +192,9 @@ class Exchange(TrioThread):
             kept=kept,
         )
         await self.start(self.publisher.serve)
+        self.consumer.report(
+            "weights_restored", version=None if kept is None else kept.newest.version, damaged=files.damaged
+        )
 
     async def _publish(self, *, version: int, parent: int | None, blobs: Sequence[bytes]) -> PublishReport:
         await self.consumer.published(version)

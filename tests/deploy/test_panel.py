@@ -53,6 +53,10 @@ def test_events_for_people():
     evaluation = {"kind": "evaluation", "environment": "sums", "version": 3, "metrics": {"accuracy": 0.5, "x": None}}
     assert progress.event(evaluation) == "evaluation of sums at version 3: accuracy 0.500"
     assert "differ" in progress.event({"kind": "checksum_mismatch", "source": "actor-0", "version": 3})
+    restored = {"kind": "weights_restored", "source": "learner", "version": 3, "damaged": 0}
+    assert progress.event(restored) is None
+    line = "learner: 2 damaged files of weights were not used, see its log"
+    assert progress.event({**restored, "damaged": 2}) == line
     assert progress.event({"kind": "activation", "pause_seconds": 0.25}) is None
     assert dict(progress.rows())["last pause"] == "0.250 s"
 

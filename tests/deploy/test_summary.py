@@ -176,6 +176,14 @@ def test_publication():
     assert summary.mismatch_kl == pytest.approx(0.0015)
 
 
+def test_damaged_files_of_weights_are_counted_over_all_starts():
+    starts = [{"kind": "weights_restored", "version": None, "damaged": n} for n in (0, 2, 1)]
+    for events, count in (([], None), (starts[:1], 0), (starts, 3)):
+        summary = summarise([step(1)], events, None, staleness_bound=2)
+        assert summary.weight_files_damaged == count
+        assert ("damaged files 3" in dict(summary.rows())["weight delta"]) == (count == 3)
+
+
 def test_shares_of_time_are_taken_from_the_first_lease_on():
     # The window is 1004 to 1020: the learner computes 1004-1010 and 1014-1020, and waits 4 of 16 s.
     generating, idle, paused = "generating", "idle", "paused"

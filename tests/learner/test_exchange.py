@@ -7,10 +7,13 @@ import pytest
 import trio
 import zmq
 
+from lachesis_configs.schema import Weights
 from lachesis_learner.exchange import Exchange, ExchangeEnded, refusal
 from lachesis_transport.client import QueueError, QueueRestarted
 from lachesis_transport.messages import pack, unpack
 from lachesis_transport.sockets import open_socket
+from lachesis_transport.weights.layout import Layout
+from lachesis_transport.weights.log_files import FOLDER, LogFiles
 
 STATE = {"current": 0, "step": 0, "finished": False, "final": None}
 WELCOME = {"run_name": "toy", "batch_groups": 2, "staleness_max": 1, "steps": 4, "state": STATE, "queue": "q"}
@@ -116,3 +119,20 @@ async def test_the_queue_knows_a_version_before_any_member_has_it():
     exchange.publish(version=4, parent=3, blobs=[b"x"]).result(10)
     exchange.close()
     assert calls == [("queue", 4), ("members", 4, 3, [b"x"]), ("publication", 4, ["a"])]
+
+
+async def test_what_the_files_of_weights_held_is_an_event(tmp_path):
+    layout = Layout(names=("w",), numels=(8,))
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    (folder / "00000003.anchor").write_bytes(b"torn")
+    files = LogFiles(folder, layout)
+    assert files.restore(shards=1) is None
+    reports = []
+    exchange = Exchange("tcp://127.0.0.1:1")
+    exchange.consumer = SimpleNamespace(report=lambda kind, **fields: reports.append((kind, fields)))
+    weights = Weights(address="tcp://127.0.0.1:0")
+    opened = exchange.open_publisher(weights, layout, device="cpu", files=files, kept=None)
+    await trio.to_thread.run_sync(opened.result, 10)
+    exchange.close()
+    assert reports == [("weights_restored", {"version": None, "damaged": 1})]
