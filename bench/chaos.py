@@ -43,7 +43,8 @@ class Amount:
     freezes: int
     actors: int
     batches: tuple[int, int]
-    """Between two strikes, most of the time."""
+    """Between two strikes, two of three times. A learner that comes back costs about as many groups however seldom it
+    happens (docs/queue.md), so the share of groups that are dropped is smaller the longer this is."""
     frames: int
     """Malformed ones, in the run without kills."""
     quiet_seconds: float
@@ -52,7 +53,7 @@ class Amount:
 
 AMOUNT: dict[Length, Amount] = {
     "short": Amount(kills=6, freezes=1, actors=2, batches=(14, 34), frames=5_000, quiet_seconds=1.0),
-    "normal": Amount(kills=30, freezes=3, actors=3, batches=(20, 60), frames=50_000, quiet_seconds=5.0),
+    "normal": Amount(kills=30, freezes=3, actors=3, batches=(30, 90), frames=50_000, quiet_seconds=5.0),
     "long": Amount(kills=45, freezes=8, actors=3, batches=(30, 90), frames=1_000_000, quiet_seconds=20.0),
 }
 
@@ -68,6 +69,8 @@ class Outcome:
     freezes: int
     batches: int
     """Trained, those of abandoned branches too."""
+    returns: int
+    """Learners that went on from a checkpoint of one before."""
     folder: Path
     """The run folder, which stays when something was broken."""
 
@@ -174,6 +177,7 @@ def _outcome(folder: Path, *, kills: int = 0, freezes: int = 0) -> Outcome:
         kills=kills,
         freezes=freezes,
         batches=len({t.batch for t in history.batches}),
+        returns=history.learners - 1,
         folder=folder,
     )
 
@@ -203,8 +207,9 @@ def _figures(*outcomes: Outcome) -> list[Figure]:
             figure="chaos.dropped_share",
             value=dropped / acknowledged,
             unit="share",
-            against=f"{dropped} of {acknowledged} groups; batches of {BATCH_GROUPS}, staleness up to {STALENESS_MAX}, "
-            f"a checkpoint each {CHECKPOINT_EVERY} versions",
+            against=f"{dropped} of {acknowledged} acknowledged groups, a learner that came back each "
+            f"{killed.batches / max(1, killed.returns):.0f} batches; batches of {BATCH_GROUPS}, staleness up to "
+            f"{STALENESS_MAX}, a checkpoint each {CHECKPOINT_EVERY} versions",
         ),
     ]
     if killed.verdict.items_done is not None:

@@ -126,6 +126,11 @@ class History:
     events: list[dict[str, Any]] = field(default_factory=list)
     """The queue's own events, in order."""
 
+    @property
+    def learners(self) -> int:
+        """Incarnations of the learner that the queue welcomed."""
+        return len({e["incarnation"] for e in self.events if e["kind"] == "joined" and e["role"] == "learner"})
+
 
 def read_history(folder: Path) -> History:
     """Collect the files of a run."""
