@@ -202,7 +202,7 @@ class QueueClient:
 
     async def _greet(self, waiting: Waiting) -> None:
         async with self._greeting:
-            deadline: float | None = None
+            asked, deadline = "", 0.0
             while not self._known:
                 number = self.number()
                 call = self._calls[number] = _Call()
@@ -220,9 +220,11 @@ class QueueClient:
                     return
                 if reply.get("code") != "name_taken":
                     raise QueueError(f"hello: {reply.get('error', 'no reason given')}")
-                if deadline is None:
+                process = take(reply, "process", str)
+                if process != asked:
                     # The one before us may be dead and not yet given up; a queue that restarts meanwhile gives it as
                     # long again.
+                    asked = process
                     deadline = trio.current_time() + 4.0 * take(reply, "heartbeat_seconds", float)
                 elif trio.current_time() > deadline:
                     raise QueueError(f"hello: {reply['error']}")

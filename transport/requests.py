@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 from lachesis_configs.schema import Config
 from lachesis_transport.decisions import Fenced, Finished, NameTaken, NotJoined, PutResult, ReplayError, Wait
@@ -44,6 +45,7 @@ class Requests:
 
     def __init__(self, replay: Replay, config: Config, *, queue_id: str) -> None:
         self._replay, self._config, self._queue_id = replay, config, queue_id
+        self._process = uuid4().hex
         self._kept: list[int] = []
         self._waiting: Counter[str] = Counter()
         self._operations: dict[tuple[str, str], Callable[[Peer, dict[str, Any], float], Reply]] = {
@@ -88,7 +90,8 @@ class Requests:
             self._replay.join(role=role, name=name, incarnation=incarnation, now=now)
         except NameTaken as error:
             seconds = self._config.queue.heartbeat_seconds
-            return None, {"ok": False, "code": "name_taken", "error": str(error), "heartbeat_seconds": seconds}
+            told = {"error": str(error), "heartbeat_seconds": seconds, "process": self._process}
+            return None, {"ok": False, "code": "name_taken", **told}
         except Fenced as error:
             return None, {"ok": False, "code": "fenced", "error": str(error)}
         return Peer(role, name, incarnation), {

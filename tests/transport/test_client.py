@@ -6,7 +6,7 @@ import pytest
 import trio
 import zmq
 
-from lachesis_transport.client import open_client
+from lachesis_transport.client import QueueError, open_client
 from lachesis_transport.messages import pack, unpack
 from lachesis_transport.sockets import open_socket
 
@@ -124,3 +124,23 @@ async def test_a_client_that_is_welcomed_again_asks_again_at_once(monkeypatch):
     async with client_of(answer) as (client, asked):
         assert (await client.request("put", waits_for="room"))["ok"] is True
         assert asked.count("put") == asked.count("hello") == 2
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+async def test_a_queue_that_restarts_gives_the_client_before_as_long_again(monkeypatch, restarts):
+    monkeypatch.setattr("lachesis_transport.client.RESEND_SECONDS", 0.05)
+
+    def answer(op, asked):
+        if op != "hello" or asked.count("hello") > 6:
+            return YES
+        process = str(asked.count("hello")) if restarts else "1"
+        return {"ok": False, "code": "name_taken", "error": "taken", "heartbeat_seconds": 0.01, "process": process}
+
+    if restarts:
+        async with client_of(answer) as (_, asked):
+            assert asked.count("hello") == 7
+    else:
+        with pytest.raises(BaseExceptionGroup) as refused:
+            async with client_of(answer):
+                pytest.fail("welcomed")
+        assert refused.group_contains(QueueError, match="hello: taken")
