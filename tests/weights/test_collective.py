@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from lachesis_transport.messages import MessageError
-from lachesis_transport.weights.collective import CollectiveFailed, Group, GroupSpec, meet
+from lachesis_transport.weights.collective import CollectiveFailed, Group, GroupSpec, meet, within
 from lachesis_transport.weights.rendezvous import Rendezvous
 
 PROGRAM = """
@@ -70,6 +72,18 @@ def test_whoever_is_missing_is_missed_before_nccl_waits_for_it():
     keys.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(RuntimeError):
         meet(keys, spec(size=2, backend="nccl"), gpu="GPU-a")
+
+
+def test_what_may_hang_is_left_to_itself():
+    done = threading.Event()
+    within(20.0, done.set, what="setting")
+    assert done.is_set()
+    with pytest.raises(ValueError, match="substring not found"):
+        within(20.0, partial("a".index, "b"), what="searching")
+    hang = threading.Event()
+    with pytest.raises(CollectiveFailed, match=r"waiting took more than 0.05 s"):
+        within(0.05, partial(hang.wait, 20), what="waiting")
+    hang.set()
 
 
 def test_an_invitation_survives_the_wire_and_is_checked():

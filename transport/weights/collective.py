@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,8 +95,10 @@ class Group:
         try:
             # The epoch is random: a stranger who asks for keys knows none.
             keys = dist.PrefixStore(str(spec.epoch), self._store)
-            build = _build_nccl if spec.backend == "nccl" else _build_gloo
-            self._group = build(keys, spec, timedelta(seconds=seconds), self._device)
+            if spec.backend == "nccl":
+                self._group = _build_nccl(keys, spec, seconds=seconds, device=self._device)
+            else:
+                self._group = _build_gloo(keys, spec, seconds=seconds)
         except (RuntimeError, OSError) as error:  # torch's DistError family; no way to the host
             self._store.close()
             raise CollectiveFailed(f"epoch {spec.epoch}: group not built: {_first_line(error)}") from error
@@ -107,10 +111,7 @@ class Group:
         if group is None:
             raise CollectiveFailed(f"epoch {self.spec.epoch}: this rank has left")
         host = torch.from_numpy(buffer)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        options.timeout = timedelta(seconds=seconds)
+        options = _from_rank_0(seconds)
         work = None
         try:
             with _beside(self._device):
@@ -142,35 +143,72 @@ def interface_toward(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _build_gloo(keys: dist.Store, spec: GroupSpec, timeout: timedelta, device: torch.device) -> Any:
+def _from_rank_0(seconds: float) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.timeout = timedelta(seconds=seconds)
+    return options
+
+
+def _build_gloo(keys: dist.Store, spec: GroupSpec, *, seconds: float) -> Any:
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=seconds)
     options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface_toward(spec.host))]
     return dist.ProcessGroupGloo(keys, spec.rank, spec.size, options)
 
 
-def _build_nccl(keys: dist.Store, spec: GroupSpec, timeout: timedelta, device: torch.device) -> Any:
+def _build_nccl(keys: dist.Store, spec: GroupSpec, *, seconds: float, device: torch.device) -> Any:
     if device.type != "cuda" or device.index is None:
         raise CollectiveFailed(f"device: {device}, expected cuda:INDEX for nccl")
-    # NCCL connects in the first broadcast, without a time-out: whoever is not here must be missed before.
+    # NCCL connects in the first broadcast, without a time-out: whoever is not here should be missed before.
+    began = time.monotonic()
     meet(keys, spec, gpu=str(torch.cuda.get_device_properties(device).uuid))
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=seconds)
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
     try:
-        return dist.ProcessGroupNCCL(keys, spec.rank, spec.size, options)
+        group = dist.ProcessGroupNCCL(keys, spec.rank, spec.size, options)
     finally:
         if before is None:
             del os.environ[BLOCKING_WAIT]
         else:
             os.environ[BLOCKING_WAIT] = before
 
+    def connect() -> None:
+        with _beside(device):
+            work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)], _from_rank_0(seconds))
+            work.wait(timedelta(seconds=seconds))
+
+    within(max(0.05, began + seconds - time.monotonic()), connect, what="NCCL connecting")
+    return group
+
+
+def within(seconds: float, call: Callable[[], object], *, what: str) -> None:
+    """Call what may hang; after `seconds` it is left to itself. Raises CollectiveFailed then, or the call's error."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # raised below, in the thread that asked
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="lachesis-collective", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise CollectiveFailed(f"{what} took more than {seconds:g} s")
+    if errors:
+        raise errors[0]
+
 
 def meet(keys: dist.Store, spec: GroupSpec, *, gpu: str) -> None:
     """Wait until all ranks are here, each with a GPU (its UUID) of its own. Raises CollectiveFailed."""
     keys.set(f"here/{spec.rank}", gpu)
+    keys.wait([f"here/{rank}" for rank in range(spec.size)])
     seen: dict[str, int] = {}
     for rank in range(spec.size):
         theirs = keys.get(f"here/{rank}").decode()
