@@ -179,23 +179,27 @@ class Fleet:
     longest_rollout: float = 0.0
     """In seconds, as the three that follow."""
     longest_ticket: float = 0.0
-    """Longest wait for a ticket."""
+    """Longest time in which actors waited for a ticket and none of them got one."""
     longest_lease: float = 0.0
     """Longest wait for a batch."""
     longest_batch: float = 0.0
-    """Longest time from a batch at hand to the next version published."""
+    """Longest time from one version published to the next one: a batch leased, trained and committed."""
+    most_batches: int = 0
+    """Most versions published while one task waited for its ticket."""
+    waiting: int = 0
+    """Tasks that wait for a ticket."""
+    waiting_since: float = 0.0
+    """When the first of them began to wait, or another one got a ticket since."""
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     async def act(self, actor: int, shape: Shape, rollout: float) -> None:
         """One task of an actor, until the run has finished. rollout: mean seconds, log-normal with sigma 1; 0 none."""
         producer, groups = self.producers[actor], Groups(shape, f"actor-{actor}")
         while True:
-            asked = trio.current_time()
-            ticket = await producer.ticket(version=self.version, environment="bench")
+            ticket = await self._ticket(producer)
             if isinstance(ticket, Finished):
                 return
             started = trio.current_time()
-            self.longest_ticket = max(self.longest_ticket, started - asked)
             if rollout:
                 await trio.sleep(self.random.lognormal(math.log(rollout) - 0.5, 1.0))
                 self.longest_rollout = max(self.longest_rollout, trio.current_time() - started)
@@ -203,19 +207,32 @@ class Fleet:
             self.accepted += answer.status == "accepted"
             self.refused += answer.status != "accepted"
 
+    async def _ticket(self, producer: Producer) -> Ticket | Finished:
+        asked_at = self.version
+        if not self.waiting:
+            self.waiting_since = trio.current_time()
+        self.waiting += 1
+        ticket = await producer.ticket(version=self.version, environment="bench")
+        self.waiting -= 1
+        if isinstance(ticket, Ticket):
+            now = trio.current_time()
+            self.longest_ticket = max(self.longest_ticket, now - self.waiting_since)
+            self.waiting_since = now
+            self.most_batches = max(self.most_batches, ticket.version - asked_at)
+        return ticket
+
     async def learn(self, batches: int, train: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint) -> None:
         """Train `batches` batches, each with its publication and a commit."""
         for _ in range(batches):
             asked = trio.current_time()
             await self.consumer.lease(self.version)
-            leased = trio.current_time()
-            self.longest_lease = max(self.longest_lease, leased - asked)
+            self.longest_lease = max(self.longest_lease, trio.current_time() - asked)
             await train()
             await self.consumer.trained(self.version)
             trained = self.version
             await self._publish(trained)
             await self.consumer.commit(trained, "none")
-            self.longest_batch = max(self.longest_batch, trio.current_time() - leased)
+            self.longest_batch = max(self.longest_batch, trio.current_time() - asked)
 
     async def _publish(self, parent: int | None) -> None:
         self.version = await self.consumer.reserve(parent)

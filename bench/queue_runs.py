@@ -177,15 +177,14 @@ async def _waste(name: str, rollout: float, slowness: float, seconds: float) -> 
         lost = sum(counts["groups_dropped"].values()) + sum(counts["tickets_voided"].values())
         share = lost / (lost + counts["groups_accepted"])
         if slowness > 1:
-            # Each batch that is trained makes room for as many tickets as it had groups.
-            excuse, wait, against = (
-                run.longest_batch * -(-tasks // batch),
-                run.longest_ticket,
-                "an actor without a ticket",
-            )
+            # Each batch that is trained makes room for as many tickets as it had groups; whose turn it is, is another
+            # matter: an actor whose rollouts take longer than a batch has tickets open, so others go first.
+            excuse, wait = run.longest_batch, run.longest_ticket
+            who = f"actors wait and none gets a ticket; a task waits for up to {run.most_batches} batches"
+            about = f"{excuse:.2f} s from version to version"
         else:
-            excuse, wait, against = run.longest_rollout, run.longest_lease, "the learner without a batch"
-    about = f"{run.longest_rollout:.2f} s the longest rollout" if slowness < 1 else f"{run.longest_batch:.2f} s a batch"
+            excuse, wait = run.longest_rollout, run.longest_lease
+            who, about = "the learner without a batch", f"{excuse:.2f} s the longest rollout"
     return [
         Figure(
             figure=f"queue.waste_{name}", value=share, unit="of groups", against=f"dropped or voided, {batches} batches"
@@ -194,6 +193,6 @@ async def _waste(name: str, rollout: float, slowness: float, seconds: float) -> 
             figure=f"queue.stall_{name}",
             value=max(0.0, wait - excuse),
             unit="s",
-            against=f"{against}, beyond what the slower side explains ({about})",
+            against=f"{who}, beyond what the slower side explains ({about})",
         ),
     ]
