@@ -56,6 +56,8 @@ class _Parked:
     number: int
     peer: Peer
     message: dict[str, Any]
+    since: float
+    """When it came first."""
     heard: float
     told: bool = False
     """Whether this repetition of it was answered with what it waits for."""
@@ -209,14 +211,14 @@ class Broker:
     def _grant_tickets(self, asks: dict[tuple[str, str, int], list[_Parked]]) -> None:
         """Try the requests for tickets (actor, environment, version -> oldest first), whose turn it is first."""
         self._requests.begin_round(Counter(parked.peer.name for waiting in asks.values() for parked in waiting))
-        turns = [(self.replay.turn(*kind[:2]), kind) for kind in asks]
+        turns = [(self.replay.turn(*kind[:2]), asks[kind][0].since, kind) for kind in asks]
         heapify(turns)
         refused: dict[int, str] = {}
         while turns:
-            turn, kind = turns[0]
+            turn, _, kind = turns[0]
             now = self.replay.turn(*kind[:2])
             if now > turn:  # a grant since then moved it back
-                heapreplace(turns, (now, kind))
+                heapreplace(turns, (now, asks[kind][0].since, kind))
                 continue
             waiting, version = asks[kind], kind[2]
             if version not in refused:
@@ -316,7 +318,8 @@ class Broker:
             if number not in waiting and len(waiting) >= PARKED_A_CLIENT:
                 # It asks again, when some of them may have been answered.
                 return {"ok": True, "wait": f"{PARKED_A_CLIENT} requests of {peer.role} {peer.name} wait already"}
-            self._parked.setdefault(route, {})[number] = _Parked(route, number, peer, parked, self._now)
+            since = waiting[number].since if number in waiting else self._now
+            self._parked.setdefault(route, {})[number] = _Parked(route, number, peer, parked, since, self._now)
             return None
         reply = self._requests.decide(peer, message, self._now)
         if op == "void" and message["ticket"] is None and reply["ok"]:

@@ -497,3 +497,33 @@ async def test_a_put_may_take_longer_than_a_silent_actor_lives(tmp_path):
             large = groups.group(ticket.ticket, [0] * 200_000, actor="actor-0")
             assert (await producer.put(large)).status == "accepted"
         assert not events(tmp_path, "voided")
+
+
+@pytest.mark.trio
+async def test_among_equals_the_actor_that_waited_longest_gets_the_ticket(tmp_path):
+    async with (
+        queue(tmp_path, config()) as (address, nursery),
+        open_consumer(address, "l", "l1") as consumer,
+        open_producer(address, "holder", "1") as holder,
+        open_producer(address, "late", "1") as late,
+        open_producer(address, "soon", "1") as soon,
+    ):
+        await consumer.published(await consumer.reserve(None))
+        held = [await holder.ticket(version=0, environment="sums") for _ in range(4)]
+        got: list[str] = []
+
+        async def ask(producer, name: str) -> None:
+            await producer.ticket(version=0, environment="sums")
+            got.append(name)
+
+        for producer, name in ((soon, "soon"), (late, "late")):
+            nursery.start_soon(ask, producer, name)
+            for _ in range(3):
+                await trio.lowlevel.checkpoint()
+            with pytest.raises(QueueError, match="never issued"):  # what was sent before this has arrived
+                await producer.void(1000, "cancelled")
+        for number, ticket in enumerate(held[:2], 1):
+            await holder.void(ticket.ticket, "cancelled")
+            while len(got) < number:
+                await trio.sleep(0.001)
+        assert got == ["soon", "late"]
