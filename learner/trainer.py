@@ -147,14 +147,20 @@ class Trainer:
         )
 
     def shards(self) -> list[Shard]:
-        """This rank's part of every parameter in bf16, under its checkpoint name; kept up to date by `train`."""
+        """This rank's part of every parameter in bf16, under its checkpoint name; kept up to date by `train`.
+
+        Raises RuntimeError when DeepSpeed does not keep them in memory.
+        """
         self._published.clear()
         shards = []
         for name, parameter in _parameters(self._policy):
             partition, numel = parameter.ds_tensor, parameter.ds_numel
             each = -(-numel // self._ranks)
             if partition.numel() != each:
-                raise RuntimeError(f"{name}: a shard of {partition.numel()} elements, expected {each} of {numel}")
+                raise RuntimeError(
+                    f"{name}: a shard of {partition.numel()} elements in memory, expected {each} of {numel}: "
+                    "parameters that DeepSpeed keeps elsewhere (NVMe) can't be published"
+                )
             start = min(self._rank * each, numel)
             flat = partition.data[: min(each, numel - start)]  # without the padding, which is uninitialised
             if flat.dtype != torch.bfloat16:

@@ -9,13 +9,13 @@ import pytest
 import torch
 import trainer_program
 from packing import model, plain_logprobs, random_batch, trained
+from publishing import SMALLEST, STEPS, uneven_model
 from reference import step
+from trainer_program import PUBLISHED_RANKS, VARIANT_RANKS
 
 from lachesis_learner.batch import plan
 
 pytestmark = pytest.mark.slow
-
-RANKS = (1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +23,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
     """By number of ranks: what each rank wrote."""
     folder = tmp_path_factory.mktemp("trainer")
     model().save_pretrained(folder / "model")
+    uneven_model().save_pretrained(folder / "uneven")
     answer = {}
-    for ranks in RANKS:
+    for ranks in PUBLISHED_RANKS:
         out = folder / f"of-{ranks}"
-        program = [sys.executable, trainer_program.__file__, str(folder / "model"), str(out), str(ranks)]
+        program = [sys.executable, trainer_program.__file__, str(folder), str(out), str(ranks)]
         done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         answer[ranks] = [torch.load(f"{out}.{rank}", weights_only=False) for rank in range(ranks)]
@@ -66,7 +67,7 @@ def _norm(tensors):
     return sum(float(t.double().square().sum()) for t in tensors.values()) ** 0.5
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", VARIANT_RANKS)
 @pytest.mark.parametrize("variant", ["whole", "split", "unshared"])
 def test_loss_and_gradient_are_those_of_a_plain_loop(results, ranks, variant) -> None:
     decay = trainer_program.VARIANTS[variant].get("decay", 1.0)
@@ -92,7 +93,7 @@ def _flat(metrics):
     return {key: value for key, value in {**rest, **lists, **maps}.items() if value is not None}
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", VARIANT_RANKS)
 def test_clipping_scales_the_gradient_and_reports_the_norm_before_it(results, ranks) -> None:
     clipped, whole = results[ranks][0]["clipped"], results[ranks][0]["whole"]
     assert clipped["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-6)
@@ -100,7 +101,7 @@ def test_clipping_scales_the_gradient_and_reports_the_norm_before_it(results, ra
     assert _norm(clipped["gradient"]) == pytest.approx(trainer_program.CLIP, rel=1e-4)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", VARIANT_RANKS)
 def test_an_offloaded_optimizer_makes_the_same_weights(results, ranks) -> None:
     offloaded, whole = results[ranks][0]["offloaded"], results[ranks][0]["whole"]
     before = {f"model.{n}": p.detach() for n, p in model().named_parameters()}
@@ -111,7 +112,7 @@ def test_an_offloaded_optimizer_makes_the_same_weights(results, ranks) -> None:
         assert ours[:3] == theirs[:3]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", VARIANT_RANKS)
 def test_two_steps_under_recomputed_proximals_follow_adam(results, ranks) -> None:
     batch, policy = random_batch(trainer_program.SEED), model().double()
     learner = trainer_program.LEARNER
@@ -144,7 +145,7 @@ def test_two_steps_under_recomputed_proximals_follow_adam(results, ranks) -> Non
     assert _distance({n: got["weights"][n].double() - before[n] for n in weights}, moved) < 1e-2
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", VARIANT_RANKS)
 def test_shards_are_the_published_weights_under_checkpoint_names(results, ranks) -> None:
     for variant in ("whole", "two steps", "offloaded"):
         weights = {n.removeprefix("model."): w for n, w in results[ranks][0][variant]["weights"].items()}
@@ -157,3 +158,29 @@ def test_shards_are_the_published_weights_under_checkpoint_names(results, ranks)
             assert whole.dtype == torch.bfloat16
             assert torch.equal(whole, weights.pop(name).flatten().to(torch.bfloat16))
         assert not weights
+
+
+@pytest.mark.parametrize("ranks", PUBLISHED_RANKS)
+@pytest.mark.parametrize("variant", trainer_program.PUBLISHED)
+def test_deltas_of_the_shards_give_bitwise_the_gathered_weights(results, ranks, variant) -> None:
+    shapes = {name: p.numel() for name, p in uneven_model().named_parameters()}
+    assert min(shapes.values()) == SMALLEST
+    assert any(numel % 4 for numel in shapes.values())
+    versions = results[ranks][0]["published"][variant]
+    assert len(versions) == STEPS + 1
+    for number, version in enumerate(versions):
+        received, gathered = version["received"], version["gathered"]
+        assert {name: len(bits) for name, bits in gathered.items()} == shapes
+        assert received.keys() == gathered.keys()
+        for name in shapes:
+            assert torch.equal(received[name].view(torch.int16), gathered[name].view(torch.int16)), name
+        assert version["checksums_agree"]
+        if number:
+            before = versions[number - 1]["gathered"]
+            moved = {n: int((before[n].view(torch.int16) != gathered[n].view(torch.int16)).sum()) for n in shapes}
+            assert version["changed"] == sum(moved.values()) > 0
+
+
+def test_a_parameter_without_a_shard_in_memory_is_refused(results) -> None:
+    refused = results[2][0]["without a shard"]
+    assert refused.startswith("model.embed_tokens.weight: a shard of 1 elements in memory, expected ")

@@ -1,6 +1,7 @@
-"""Trains one batch under several variants of the configuration and writes what came of it; run as one or more ranks.
+"""Trains one batch under several variants of the configuration, publishes some steps of an uneven model, and writes
+what came of it; run as one or more ranks.
 
-trainer_program.py MODEL OUT RANKS [--rank R]
+trainer_program.py MODELS OUT RANKS [--rank R]: MODELS has the folders `model` and `uneven`.
 """
 
 from __future__ import annotations
@@ -34,33 +35,45 @@ VARIANTS = {
     "offloaded": {"offload_optimizer": True},
     "two steps": {"mini_batches": 2, "correction": schema.Correction(name="decoupled"), "micro_batch_tokens": 60},
 }
+VARIANT_RANKS = (1, 2)
+PUBLISHED = {
+    "bf16": {"precision": "bf16"},
+    "bf16 offloaded": {"precision": "bf16", "offload_optimizer": True},
+    "fp32": {},
+    "fp32 offloaded": {"offload_optimizer": True},
+}
+PUBLISHED_RANKS = (1, 2, 4)
 SEED = 5
 STALENESS_MAX = 3
 
 
-def main(model: str, out: str, size: int, rank: int) -> None:
+def main(models: str, out: str, size: int, rank: int) -> None:
     learner = LEARNER.model_copy(update={"ranks": size})
     device = prepare_process(learner, rank=rank)
     if rank:
         ranks = Ranks.follow(device=device, rank=rank, size=size)
     else:
-        command = [sys.executable, __file__, model, out, str(size)]
+        command = [sys.executable, __file__, models, out, str(size)]
         ranks = Ranks.lead(device=device, size=size, command=command)
 
     import torch
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
     from packing import random_batch
+    from publishing import publish_steps
 
     from lachesis_learner.trainer import Trainer
 
-    results = {}
-    for name, update in VARIANTS.items():
-        trainer = Trainer(
+    def make_trainer(model: str, update: dict) -> Trainer:
+        return Trainer(
             learner.model_copy(update=update),
-            model_path=Path(model),
+            model_path=Path(models) / model,
             staleness_max=STALENESS_MAX,
             control=ranks.control,
         )
+
+    results = {"published": {n: publish_steps(make_trainer("uneven", u), ranks) for n, u in PUBLISHED.items()}}
+    for name, update in VARIANTS.items() if size in VARIANT_RANKS else ():
+        trainer = make_trainer("model", update)
         shards = trainer.shards()
         trained = trainer.train(random_batch(SEED))
         parameters = dict(trainer._policy.named_parameters())
@@ -74,6 +87,14 @@ def main(model: str, out: str, size: int, rank: int) -> None:
             "weights": {n: safe_get_full_fp32_param(p).clone() for n, p in parameters.items()},
             "shards": [(s.name, s.start, s.numel, s.flat.clone()) for s in shards],
         }
+    # As a parameter looks whose shard DeepSpeed keeps on an NVMe drive.
+    trainer = make_trainer("uneven", {})
+    parameter = next(trainer._policy.parameters())
+    parameter.ds_tensor = torch.empty(1, dtype=torch.bfloat16)
+    try:
+        trainer.shards()
+    except RuntimeError as error:
+        results["without a shard"] = str(error)
     torch.save(results, f"{out}.{rank}")
     ranks.close(failed=False)
 
