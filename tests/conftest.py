@@ -18,7 +18,7 @@ from lachesis_actors.engine import Engine, attach_engine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--versions", type=int, default=200, help="versions of the test that publishes many in a row")
+    parser.addoption("--versions", type=int, default=100, help="versions of the test that publishes many in a row")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 import torch
 import trio
 from safetensors.torch import load_file, save_file
-from tiny import TINY_ENGINE, TinyServer, make_tiny_model, serve_tiny
+from tiny import TINY_ENGINE, TinyServer, make_tiny_model, serve_tiny, serving_all
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
 
@@ -55,17 +55,24 @@ def moved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
+def servers(model: Path, moved: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TinyServer]]:
     config = TINY_ENGINE.model_copy(update={"max_num_seqs": SEQUENCES})
-    with serve_tiny(model, tmp_path_factory.mktemp("server"), config=config, kv="keep") as server:
-        yield server
+    with serving_all(
+        serve_tiny(model, tmp_path_factory.mktemp("server"), config=config, kv="keep"),
+        serve_tiny(moved, tmp_path_factory.mktemp("fresh")),
+    ) as servers:
+        yield servers
 
 
-@pytest.fixture(scope="module")
-def fresh(moved: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
+@pytest.fixture
+def server(servers: list[TinyServer]) -> TinyServer:
+    return servers[0]
+
+
+@pytest.fixture
+def fresh(servers: list[TinyServer]) -> TinyServer:
     """A server that was started with the moved weights."""
-    with serve_tiny(moved, tmp_path_factory.mktemp("fresh")) as server:
-        yield server
+    return servers[1]
 
 
 class Publication:
@@ -158,30 +165,23 @@ def assert_same(got: Completion, want: Completion) -> None:
     np.testing.assert_array_equal(got.logprobs, want.logprobs)
 
 
-async def across(follower: Follower, publication: Publication, *, requests: int) -> list[Completion]:
-    """Answers to `requests` requests for the same prompt, sent before version 1 is activated; some wait inside the
-    server until others have ended."""
+async def across(follower: Follower, publication: Publication) -> list[Completion]:
+    """Answers to requests for the same prompt, sent until version 1 is active: whenever it comes, some run and others
+    wait inside the server for a place."""
     answers: list[Completion] = []
+    active = trio.Event()
 
     async def ask() -> None:
-        answers.extend(await follower.engine.generate(PROMPT, LONG))
+        while not active.is_set():
+            answers.extend(await follower.engine.generate(PROMPT, LONG))
 
     async with trio.open_nursery() as nursery:
-        # One place stays free for the request that tells that these run; then more come than have a place.
-        for _ in range(SEQUENCES - 1):
+        for _ in range(2 * SEQUENCES):
             nursery.start_soon(ask)
-        await trio.sleep(0.1)  # they are sent first
-        await alone_when_busy(follower.engine)
-        for _ in range(requests - (SEQUENCES - 1)):
-            nursery.start_soon(ask)
-        await trio.sleep(0.1)
+            await trio.sleep(0.1)  # so that they do not end all at once
         await follower.reach(await publication.publish(1))
+        active.set()
     return answers
-
-
-async def alone_when_busy(engine: Engine) -> None:
-    """Wait until requests that were sent before this run and have sampled something: one more is served after them."""
-    await engine.generate([1, 2, 3], {**GREEDY, "max_tokens": 1})
 
 
 @torch.no_grad()
@@ -205,8 +205,7 @@ async def test_requests_across_an_activation(
         attach_engine(fresh.url) as reference,
     ):
         before = await alone(follower.engine, PROMPT)
-        # Several rounds of them: however long the version takes, some run when it comes and some wait.
-        answers = await across(follower, publication, requests=5 * SEQUENCES)
+        answers = await across(follower, publication)
         after = await alone(follower.engine, PROMPT)
         want = await alone(reference, PROMPT)
         [rest] = await reference.generate(PROMPT, LONG)
@@ -282,7 +281,9 @@ async def test_engines_of_one_and_of_two_workers(
     publication = Publication(model, moved)
     config = TINY_ENGINE.model_copy(update={"tensor_parallel": 2})
     (tmp_path / "fresh").mkdir()
-    with serve_tiny(model, tmp_path, config=config) as two:
+    with serving_all(
+        serve_tiny(model, tmp_path, config=config), serve_tiny(moved, tmp_path / "fresh", config=config)
+    ) as (two, restarted):
         async with following(publication, [server, two]) as followers, attach_engine(fresh.url) as reference:
             old = [await alone(follower.engine, PROMPT) for follower in followers]
             for which in (1, 0, 1):
@@ -292,7 +293,6 @@ async def test_engines_of_one_and_of_two_workers(
             new = [await alone(follower.engine, PROMPT) for follower in followers]
             one = await alone(reference, PROMPT)
             assert publication.publisher.members == ("actor-0", "actor-1")
-    with serve_tiny(moved, tmp_path / "fresh", config=config) as restarted:
         async with attach_engine(restarted.url) as engine:
             both = await alone(engine, PROMPT)
     assert_same(new[0], one)

@@ -4,8 +4,11 @@ finds faults that are planted."""
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +65,10 @@ def test_every_history_of_a_small_queue_keeps_the_promises():
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_history_of_a_larger_queue_keeps_the_promises():
-    assert explore(LARGE) + explore(LARGE_SAMPLED, limit=5000) >= 70000
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as cores:
+        whole = cores.map(explore, [[scope] for scope in LARGE])
+        sampled = cores.map(partial(explore, limit=5000), [[scope] for scope in LARGE_SAMPLED])
+        assert sum(whole) + sum(sampled) >= 70000
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
