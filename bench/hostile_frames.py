@@ -42,6 +42,7 @@ def requests(random: random.Random, queue: str) -> dict[str, dict[str, Any]]:
         "trained": {"version": random.randrange(100)},
         "commit": {"version": random.randrange(100), "checkpoint": "checkpoints/3"},
         "finish": {"version": random.randrange(100)},
+        "alive": {"role": "actor", "name": f"stranger-{random.randrange(8)}", "incarnation": f"{random.random()}"},
         "status": {},
         "inspect": {},
     }
