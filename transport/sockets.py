@@ -9,7 +9,9 @@ Any number of tasks may send and receive; a call that need not wait lets other t
 bounded by the high-water marks, so a send waits for a slow peer; nothing polls.
 
 ZeroMQ signals *changes* through a file descriptor: after an edge it stays silent, and every operation on the socket may
-swallow one. So each operation, and each edge, ends with a look at the socket's state that wakes whoever can go on.
+swallow one. So each operation ends with a look at the socket's state that wakes whoever can go on. Of the tasks that
+wait one watches the descriptor, and goes on by itself after an edge: a lone receiver costs one pass through trio a
+message.
 """
 
 from __future__ import annotations
@@ -44,6 +46,9 @@ CURVE_BYTES = 33
 ZAP = "inproc://zeromq.zap.01"
 REFUSALS_LOGGED_EVERY_SECONDS = 60.0
 TURNS = 16
+STREAM_BYTES, STREAM_SECONDS = 512 << 10, 0.001
+"""After a message so large the next look is so much later: a pass through trio in between costs as much as half of its
+way, and what follows at once is received together."""
 _CLOSINGS = count()
 """Names of their own for the sockets that tell of a closed listener: ZeroMQ frees one some time after its use."""
 
@@ -86,8 +91,13 @@ class Socket:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
+        self._descriptor = int(socket.getsockopt(zmq.FD))
         self._receivers = trio.lowlevel.ParkingLot()
         self._senders = trio.lowlevel.ParkingLot()
+        self._watched_for = 0
+        """What the task that watches the descriptor waits for, 0 for none; while tasks wait, one of them watches."""
+        self._streaming = False
+        """Whether the last message that a task received was a large one."""
         self._turns = 0
 
     @property
@@ -99,15 +109,22 @@ class Socket:
         """The next message, waiting for one. Frames are buffers over ZeroMQ's own memory."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while (message := self.receive_nowait()) is None:
-            if not self._events() & zmq.POLLIN:
-                await self._receivers.park()
+            if self._streaming:
+                self._streaming = False
+                await trio.sleep(STREAM_SECONDS)
+            else:
+                await self._wait(zmq.POLLIN, self._receivers)
+        self._streaming = len(message[-1]) >= STREAM_BYTES
         await self._yield_sometimes()
         return message
 
     def receive_nowait(self) -> list[zmq.Frame] | None:
         """The next message, or None when there is none."""
         try:
-            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+            while frames[-1].more:  # the rest of a message came with its first frame
+                frames.append(self._socket.recv(copy=False))
+            return frames
         except zmq.Again:
             return None
         finally:
@@ -117,8 +134,7 @@ class Socket:
         """Hand a message to ZeroMQ, waiting while its queue is full or no peer is connected."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while not self._send(frames):
-            if not self._events() & zmq.POLLOUT:
-                await self._senders.park()
+            await self._wait(zmq.POLLOUT, self._senders)
         await self._yield_sometimes()
 
     def send_nowait(self, frames: Sequence[bytes | bytearray | memoryview | zmq.Frame]) -> bool:
@@ -145,25 +161,32 @@ class Socket:
         if self._turns % TURNS == 0:
             await trio.lowlevel.cancel_shielded_checkpoint()
 
-    def _events(self) -> int:
-        return int(self._socket.getsockopt(zmq.EVENTS))
+    async def _wait(self, events: int, waiting: trio.lowlevel.ParkingLot) -> None:
+        """After an operation that could not go on: until it may."""
+        if self._watched_for:
+            await waiting.park()
+            return
+        self._watched_for = events
+        try:
+            await trio.lowlevel.wait_readable(self._descriptor)
+        except trio.ClosedResourceError:
+            pass  # another task saw that it can go on
+        finally:
+            self._watched_for = 0
+            self._wake()
 
     def _wake(self) -> None:
-        if not self._receivers and not self._senders:
-            return  # whoever comes next looks before it parks
-        events = self._events()
-        if events & zmq.POLLIN:
-            self._receivers.unpark()
-        if events & zmq.POLLOUT:
-            self._senders.unpark()
-
-    async def _watch(self, scope: trio.CancelScope | None = None) -> None:
-        descriptor = int(self._socket.getsockopt(zmq.FD))
-        with scope or trio.CancelScope():
-            while True:
-                self._events()
-                self._wake()
-                await trio.lowlevel.wait_readable(descriptor)
+        """Wake whoever can go on. Each operation ends so, as it may have taken in the change that others wait for."""
+        if not self._watched_for and not self._receivers and not self._senders:
+            return  # whoever comes next tries before it waits
+        events = int(self._socket.getsockopt(zmq.EVENTS))
+        woken = [*self._receivers.unpark(count=bool(events & zmq.POLLIN))]
+        woken += self._senders.unpark(count=bool(events & zmq.POLLOUT))
+        if self._watched_for:
+            if events & self._watched_for:
+                trio.lowlevel.notify_closing(self._descriptor)  # nothing is closed: it wakes who waits for it
+        elif not woken:
+            (self._receivers or self._senders).unpark()  # it watches from now on
 
 
 @asynccontextmanager
@@ -228,13 +251,9 @@ async def open_socket(
                         keys.secure_client(socket)
                     socket.setsockopt(zmq.IMMEDIATE, 1)
                     socket.connect(address)
-                # A block that is cancelled may have something to send and to receive before it ends.
-                watching = trio.CancelScope(shield=True)
-                nursery.start_soon(wrapped._watch, watching)
                 try:
                     yield wrapped
                 finally:
-                    watching.cancel()
                     nursery.cancel_scope.cancel()
 
 
@@ -270,18 +289,14 @@ def _own_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 async def _admit(door: Socket, admitted: frozenset[bytes], address: str) -> None:
     """Answer ZeroMQ's questions whether a client may connect (ZAP, RFC 27): by its public key, which it has proved."""
     refused, next_log = 0, -math.inf
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(door._watch)
-        while True:
-            version, request, _, peer, _, mechanism, *credentials = [frame.bytes for frame in await door.receive()]
-            welcome = mechanism == b"CURVE" and len(credentials) == 1 and credentials[0] in admitted
-            status = [b"200", b"OK"] if welcome else [b"400", b"key not admitted"]
-            await door.send([version, request, *status, b"", b""])
-            if welcome:
-                continue
-            refused += 1
-            if trio.current_time() >= next_log:
-                next_log = trio.current_time() + REFUSALS_LOGGED_EVERY_SECONDS
-                log.warning(
-                    "%s: the key of a client at %s is not admitted (%d refusals)", address, peer.decode(), refused
-                )
+    while True:
+        version, request, _, peer, _, mechanism, *credentials = [frame.bytes for frame in await door.receive()]
+        welcome = mechanism == b"CURVE" and len(credentials) == 1 and credentials[0] in admitted
+        status = [b"200", b"OK"] if welcome else [b"400", b"key not admitted"]
+        await door.send([version, request, *status, b"", b""])
+        if welcome:
+            continue
+        refused += 1
+        if trio.current_time() >= next_log:
+            next_log = trio.current_time() + REFUSALS_LOGGED_EVERY_SECONDS
+            log.warning("%s: the key of a client at %s is not admitted (%d refusals)", address, peer.decode(), refused)

@@ -11,7 +11,7 @@ import trio.testing
 import zmq
 
 from lachesis_transport.keys import Keys, make_keys
-from lachesis_transport.sockets import check_loopback, open_socket
+from lachesis_transport.sockets import STREAM_BYTES, check_loopback, open_socket
 
 SECONDS = 20
 PEER = """
@@ -83,6 +83,65 @@ async def test_many_senders_and_receivers_under_cancellation_lose_and_double_not
             for _ in range(2):
                 nursery.start_soon(receive)
     assert sorted(arrived) == list(range(senders * each))
+
+
+@pytest.mark.trio
+async def test_tasks_that_share_a_socket_all_go_on_whichever_of_them_gives_up():
+    """Some tasks wait for messages, others send, those that watch the socket are cancelled: all echoes arrive."""
+    each, senders = 200, 3
+    arrived: list[int] = []
+    with trio.fail_after(SECONDS):
+        async with (
+            open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0", high_water=4) as server,
+            open_socket(zmq.DEALER, connect=server.address, high_water=4) as client,
+            trio.open_nursery() as nursery,
+        ):
+
+            async def echo() -> None:
+                while True:
+                    await server.send(await server.receive())
+
+            async def send(name: int) -> None:
+                for number in range(each):
+                    await client.send([(name * each + number).to_bytes(4, "little")])
+
+            async def receive(patience: float) -> None:
+                while len(arrived) < senders * each:
+                    with trio.move_on_after(patience):
+                        [frame] = await client.receive()
+                        arrived.append(int.from_bytes(frame.bytes, "little"))
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(echo)
+            for patience in (0.0005, 0.002, float("inf")):
+                nursery.start_soon(receive, patience)
+            for name in range(senders):
+                nursery.start_soon(send, name)
+    assert sorted(arrived) == list(range(senders * each))
+
+
+@pytest.mark.trio
+async def test_a_stream_of_large_messages_arrives_whole_over_receives_that_are_cancelled():
+    count, size = 100, STREAM_BYTES
+    with trio.fail_after(SECONDS):
+        async with (
+            open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as server,
+            open_socket(zmq.DEALER, connect=server.address) as client,
+            trio.open_nursery() as nursery,
+        ):
+
+            async def send() -> None:
+                for number in range(count):
+                    await client.send([bytes([number]) * size])
+
+            nursery.start_soon(send)
+            arrived: list[bytes] = []
+            turn = 0
+            while len(arrived) < count:
+                turn += 1
+                with trio.move_on_after(0.0004 * (turn % 4)):
+                    arrived.append((await server.receive())[1].bytes[-1:])
+    assert arrived == [bytes([number]) for number in range(count)]
 
 
 @pytest.mark.trio
