@@ -28,7 +28,6 @@ import torch
 import trio
 from safetensors.torch import save_file
 
-from lachesis_bench.delta import recorded, recorded_payload
 from lachesis_bench.figures import Figure, Length
 from lachesis_bench.publish_fleet import Fleet, open_fleet
 from lachesis_learner.publisher import Publisher
@@ -65,8 +64,8 @@ CASES: dict[Length, list[tuple[str, Sequence[Case], int]]] = {
 }
 """Size, cases and publications of each."""
 
-TRAINED_STEPS: dict[Length, int] = {"short": 0, "normal": 5, "long": 20}
-"""Of a real run, whose deltas are measured; 0: a recorded step's."""
+TRAINED_STEPS: dict[Length, int] = {"short": 3, "normal": 5, "long": 20}
+"""Of a real run, whose deltas are measured."""
 
 SHAPES: dict[str, tuple[int, int, int, int, int]] = {
     "1m": (4_096, 128, 384, 64, 3),
@@ -78,10 +77,9 @@ SHAPES: dict[str, tuple[int, int, int, int, int]] = {
 
 
 def run(length: Length) -> list[Figure]:
-    """publish.bytes_lr1e-6, except in the short form publish.unchanged_lr1e-6, and publish.diff, encode, transfer,
-    decode, verify, activate and whole."""
-    steps = TRAINED_STEPS[length]
-    figures = trained_bytes("1e-6", steps) if steps else [recorded_bytes("1e-6")]
+    """publish.bytes_lr1e-6, publish.unchanged_lr1e-6, and publish.diff, encode, transfer, decode, verify, activate and
+    whole."""
+    figures = trained_bytes("1e-6", TRAINED_STEPS[length])
     for size, cases, runs in CASES[length]:
         if fit := fitting(size, cases):
             with tempfile.TemporaryDirectory(prefix="lachesis-bench-") as folder:
@@ -149,31 +147,6 @@ def trained_bytes(rate: str, steps: int) -> list[Figure]:
             runs=steps,
         ),
     ]
-
-
-def recorded_bytes(rate: str) -> Figure:
-    """All weights to the delta of a real step. Of that slices were recorded (bench/record_deltas.py): each stands for
-    the tensors of its kind in a third of the layers, and is cut so that all have the same share of what they stand for.
-    """
-    vocabulary, hidden, inner, keys, layers = SHAPES["135m"]
-    rows = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), inner) | dict.fromkeys(("q_proj", "o_proj"), hidden)
-    rows |= dict.fromkeys(("k_proj", "v_proj"), keys) | {"embed_tokens": vocabulary}
-    slices = recorded()[rate]
-    numels = {
-        name: hidden
-        * rows.get(name.removesuffix(".weight").rpartition(".")[2], 1)
-        * (layers / 3 if "layers" in name else 1)
-        for name in slices
-    }
-    share = min(len(before) / numels[name] for name, (before, _) in slices.items())
-    kept = {name: max(1, int(share * numels[name])) for name in slices}
-    cut = {name: (before[: kept[name]], after[: kept[name]]) for name, (before, after) in slices.items()}
-    return Figure(
-        figure=f"publish.bytes_lr{rate}",
-        value=2 * sum(kept.values()) / len(recorded_payload(cut)),
-        unit="times",
-        against="fewer bytes than all weights: slices of a real step of SmolLM2-135M",
-    )
 
 
 async def measure(folder: Path, size: str, cases: Sequence[Case], runs: int) -> list[Figure]:
