@@ -107,6 +107,14 @@ class Run:
         """Processes that still run."""
         return [p for p in self._seen if command_line(p)]
 
+    def until_nothing_is_left(self, *, seconds):
+        """Wait for what follows a process that was killed."""
+        deadline = time.monotonic() + seconds
+        while self.left():
+            self.watch()
+            assert time.monotonic() < deadline, self.left()
+            time.sleep(0.1)
+
     def kill(self):
         """Leave nothing behind when a test has failed."""
         self.watch()
@@ -167,15 +175,6 @@ def test_one_command_trains_and_leaves_nothing_behind(config, start, tmp_path):
     assert {path.stem for path in (folder / "logs").glob("*.log")} >= {"queue", "learner", "actor-0"}
 
 
-def test_a_killed_actor_ends_the_run_and_its_engine(config, start, tmp_path):
-    launch = start("launch", config, "run.steps=1000")
-    launch.until(lambda: len(lines(tmp_path / "run" / "metrics.jsonl")) >= 1, seconds=START_SECONDS)
-    launch.child("actor").kill()
-    assert launch.wait(seconds=90) == 1
-    assert "actor-0 was killed by SIGKILL. Its log" in launch.text
-    assert launch.left() == []
-
-
 @pytest.mark.parametrize("victim", ["queue", "learner", "engine", "launch"])
 def test_whatever_is_killed_nothing_is_left_and_the_cause_is_named(config, start, tmp_path, victim):
     launch = start("launch", config)
@@ -183,11 +182,7 @@ def test_whatever_is_killed_nothing_is_left_and_the_cause_is_named(config, start
     if victim == "launch":
         launch.process.kill()
         launch.process.wait()
-        deadline = time.monotonic() + 30
-        while launch.left():
-            launch.watch()
-            assert time.monotonic() < deadline, launch.left()
-            time.sleep(0.1)
+        launch.until_nothing_is_left(seconds=30)
         return
     (launch.engine() if victim == "engine" else launch.child(victim)).kill()
     assert launch.wait(seconds=90) == 1
@@ -227,20 +222,28 @@ def test_ctrl_c_ends_every_role_well(config, start, tmp_path):
     assert "is killed" not in launch.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_run_that_was_ended_goes_on_in_its_folder(config, start, tmp_path, number):
-    folder = tmp_path / "run"
-    own = ("run.steps=6", "learner.checkpoint_every=2")
-    launch = start("launch", config, *own)
-    launch.until(lambda: len(lines(folder / "metrics.jsonl")) >= 3, seconds=START_SECONDS)
-    os.kill(launch.process.pid, number)
-    assert launch.wait(seconds=90) == (130 if number == signal.SIGINT else -number)
-    deadline = time.monotonic() + 30
-    while launch.left():
-        launch.watch()
-        assert time.monotonic() < deadline, launch.left()
-        time.sleep(0.1)
-    before = lines(folder / "metrics.jsonl")
+def test_a_run_goes_on_in_its_folder_however_it_was_ended(config, start, tmp_path):
+    """Three times: its actor is killed, then launch itself, then it is stopped."""
+    folder, own = tmp_path / "run", ("run.steps=9", "learner.checkpoint_every=2")
+    metrics, last = [], 1
+    for end in ("actor is killed", "launch is killed", "stopped"):
+        launch = start("launch", config, *own, *(["--resume"] if metrics else []))
+        launch.until(lambda last=last: newest_trained(folder) > last, seconds=START_SECONDS)
+        if end == "actor is killed":
+            launch.child("actor").kill()
+            assert launch.wait(seconds=90) == 1
+            assert "actor-0 was killed by SIGKILL. Its log" in launch.text
+        elif end == "launch is killed":
+            launch.process.kill()
+            launch.process.wait()
+            launch.until_nothing_is_left(seconds=30)
+        else:
+            os.kill(launch.process.pid, signal.SIGINT)
+            assert launch.wait(seconds=90) == 130
+        assert launch.left() == []
+        assert not metrics or "step 1/9" not in launch.text
+        metrics = continued(metrics, folder)
+        last = metrics[-1]["version"]
 
     changed = start("launch", config, *own, "--resume", "queue.batch_groups=3")
     assert changed.wait(seconds=60) == 2
@@ -249,18 +252,32 @@ def test_a_run_that_was_ended_goes_on_in_its_folder(config, start, tmp_path, num
     resumed = start("launch", config, *own, "--resume")
     assert resumed.wait(seconds=240) == 0, resumed.text
     assert resumed.left() == []
-    metrics = lines(folder / "metrics.jsonl")
-    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
-    # A stop loses nothing, a kill at most what is younger than the last checkpoint.
-    kept = [line for line in before if line in metrics]
-    assert len(kept) == len(before) if number == signal.SIGINT else len(kept) >= 2
-    versions = [line["version"] for line in metrics]
-    assert versions == sorted(set(versions))
-    assert versions[len(kept)] > before[-1]["version"]  # a version of its own for the weights of the checkpoint
-    check_summary(folder, steps=6, final=metrics[-1]["published"])
-    assert "step 1/6" not in resumed.text
+    stopped, metrics = metrics, continued(metrics, folder)
+    assert metrics[: len(stopped)] == stopped  # a stop loses nothing
+    assert len(metrics) == 9
+    check_summary(folder, steps=9, final=metrics[-1]["published"])
     assert not (tmp_path / "run-2").exists()
 
     again = start("launch", config, *own, "--resume")
     assert again.wait(seconds=60) == 0
-    assert "has finished: all 6 steps" in again.text
+    assert "has finished: all 9 steps" in again.text
+
+
+def newest_trained(folder):
+    """The version that the last step trained, -1 before the first."""
+    metrics = lines(folder / "metrics.jsonl")
+    return metrics[-1]["version"] if metrics else -1
+
+
+def continued(before, folder):
+    """The steps of a run that had those `before` when it was ended: checked for what may have become of them."""
+    metrics = lines(folder / "metrics.jsonl")
+    kept = [line for line in before if line in metrics]
+    assert metrics[: len(kept)] == kept
+    assert len(before) - len(kept) <= 2  # there is a checkpoint every two steps
+    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    versions = [line["version"] for line in metrics]
+    assert versions == sorted(set(versions))
+    if before:
+        assert versions[len(kept)] > before[-1]["version"]  # a version of its own for the weights of the checkpoint
+    return metrics
