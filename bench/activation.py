@@ -1,26 +1,27 @@
-"""What a new version costs an engine that is busy: a real vLLM server with SmolLM2-135M and a steady load of requests.
+"""What a new version costs an engine that is busy: a real vLLM server with SmolLM2-135M and a steady load of groups.
 
 Three ways take turns on one server: what Lachesis does by default (the version is prepared beside the generation and
 swapped in, running requests are prefilled again), the same with `activation.kv: keep`, and vLLM's full reload of all
-weights inside the pause, which is the limit that the others are compared with.
+weights inside the pause, after which running requests are prefilled again, too.
 
-- publish.pause: the longest time between two tokens of a running request, the new prefill included.
-- publish.standstill: from the call of pause to the end of resume.
+- publish.pause and publish.pause_keep: from the call of pause to the end of resume, as the pause of a run's summary.
+- publish.pause_with_prefill: from the call of pause until the last of the running requests has its next token, so with
+  the new prefill of all of them; publish.pause_keep_with_step: the same for keep, where an ordinary step follows.
+
+Each is compared with the full reload over the same span. In the long form the other ways to update packed weights are
+measured, too (activation_alternatives.py).
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import torch
 import trio
@@ -29,6 +30,8 @@ from safetensors.torch import load_file
 from lachesis_actors.engine import Engine, open_engine
 from lachesis_actors.weight_receiver import CHUNK_BYTES
 from lachesis_actors.weight_workers import Workers, open_workers
+from lachesis_bench.activation_alternatives import measured_apart
+from lachesis_bench.activation_load import REQUESTS, Load, open_load
 from lachesis_bench.figures import Figure, Length
 from lachesis_configs.models import resolve_model
 from lachesis_configs.schema import Engine as EngineConfig
@@ -36,9 +39,6 @@ from lachesis_learner.shards import Shard, ShardBlob, ShardEncoder
 from lachesis_transport.weights.checksum import combine
 
 MODEL = "smollm2-135m-instruct"
-SEQUENCES = 16
-PROMPT_TOKENS = 64
-ANSWER_TOKENS = 192
 SHARE = 0.02
 """Of the weights that a version changes: a step at a learning rate of 1e-6."""
 
@@ -46,45 +46,49 @@ ROUNDS: dict[Length, int] = {"short": 2, "normal": 5, "long": 15}
 BETWEEN_TOKENS = 24
 """Tokens of each running request between two activations."""
 
-WAYS = {"reload": "a full reload of the weights in the pause", "recompute": "", "keep": ""}
+WAYS = ("reload", "recompute", "keep")
 
 
 def run(length: Length) -> list[Figure]:
-    """publish.pause and publish.standstill, each also with _keep; publish.prepare, its _speed and its _memory."""
-    return list(_figures(trio.run(_measure, ROUNDS[length])))
+    """publish.pause, publish.pause_with_prefill, publish.pause_keep and publish.pause_keep_with_step; publish.prepare,
+    its _speed and its _memory; in the long form also publish.repack_*, publish.patch and publish.plain_products_*."""
+    figures = list(_figures(trio.run(_measure, ROUNDS[length])))
+    return figures + (measured_apart() if length == "long" else [])
 
 
 @dataclass(slots=True)
 class _Measured:
     weights_mb: float
     pause: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
-    standstill: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    """Seconds from the call of pause to the end of resume."""
+    to_tokens: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    """Seconds from the call of pause until every running request has its next token."""
     prepare: list[float] = field(default_factory=list)
     prepare_tokens: list[int] = field(default_factory=list)
-    """That one request got while a version was prepared."""
+    """That all requests got while a version was prepared."""
     speed: list[float] = field(default_factory=list)
-    """Tokens/s of one request before."""
+    """Tokens/s of all requests before."""
     memory: list[float] = field(default_factory=list)
     """MB that the engine's processes grow by while a version is prepared."""
 
 
 def _figures(measured: _Measured) -> Iterator[Figure]:
-    against = WAYS["reload"]
-    for name, values, way in (
-        ("publish.pause", measured.pause, "recompute"),
-        ("publish.pause_keep", measured.pause, "keep"),
-        ("publish.standstill", measured.standstill, "recompute"),
-        ("publish.standstill_keep", measured.standstill, "keep"),
+    for name, values, way, against in (
+        ("publish.pause", measured.pause, "recompute", "a full reload in the pause"),
+        ("publish.pause_with_prefill", measured.to_tokens, "recompute", "a full reload, and the same prefill"),
+        ("publish.pause_keep", measured.pause, "keep", "a full reload in the pause"),
+        ("publish.pause_keep_with_step", measured.to_tokens, "keep", "a full reload, and a prefill"),
     ):
         yield _figure(name, values[way], "s", against=against, reference=values["reload"])
     yield _figure("publish.prepare", measured.prepare, "s")
+    speed = sum(measured.prepare_tokens) / sum(measured.prepare)
     yield Figure(
         figure="publish.prepare_speed",
-        value=sum(measured.prepare_tokens) / sum(measured.prepare),
+        value=speed,
         unit="tokens/s",
-        against="the same request while nothing is prepared",
+        against="the same requests while nothing is prepared",
         reference=statistics.median(measured.speed),
-        ratio=sum(measured.prepare_tokens) / sum(measured.prepare) / statistics.median(measured.speed),
+        ratio=speed / statistics.median(measured.speed),
         runs=len(measured.prepare),
     )
     yield _figure(
@@ -112,7 +116,7 @@ def _figure(
 
 async def _measure(rounds: int) -> _Measured:
     folder = await trio.to_thread.run_sync(resolve_model, MODEL)
-    config = EngineConfig(max_model_len=512, max_num_seqs=SEQUENCES)
+    config = EngineConfig(max_model_len=512, max_num_seqs=REQUESTS)
     with tempfile.TemporaryDirectory() as logs:
         async with (
             open_engine(config, model_path=folder, log_path=Path(logs) / "vllm.log", seed=0, kv="keep") as engine,
@@ -121,26 +125,26 @@ async def _measure(rounds: int) -> _Measured:
             versions = _Versions(folder, workers)
             await versions.know()
             measured = _Measured(weights_mb=versions.encoder.layout.total * 2 / 1e6)
-            async with _load(engine) as load:
+            async with open_load(engine) as load:
                 for _ in range(rounds):
                     for way in WAYS:
-                        await load.tokens(BETWEEN_TOKENS)
+                        await load.tokens(BETWEEN_TOKENS * REQUESTS)
                         await versions.stage()
                         await _activate(engine, workers, versions.version, way, load, measured)
             return measured
 
 
-async def _activate(engine: Engine, workers: Workers, version: int, way: str, load: _Load, measured: _Measured) -> None:
-    speed = await load.speed(BETWEEN_TOKENS)
+async def _activate(engine: Engine, workers: Workers, version: int, way: str, load: Load, measured: _Measured) -> None:
+    began = time.perf_counter()
+    came = await load.tokens(BETWEEN_TOKENS * REQUESTS)
+    speed = came / (time.perf_counter() - began)
     memory = _resident_mb()
     if way != "reload":
-        began, tokens = time.perf_counter(), load.times
-        before = len(tokens)
+        began, before = time.perf_counter(), load.count
         for answer in (await workers.command("prepare", version=version)).values():
             assert answer["ok"], answer
-        seconds = time.perf_counter() - began
-        measured.prepare.append(seconds)
-        measured.prepare_tokens.append(len(tokens) - before)
+        measured.prepare.append(time.perf_counter() - began)
+        measured.prepare_tokens.append(load.count - before)
         measured.speed.append(speed)
         measured.memory.append(_resident_mb() - memory)
     began = time.perf_counter()
@@ -148,13 +152,9 @@ async def _activate(engine: Engine, workers: Workers, version: int, way: str, lo
     await engine.update_weights(version)
     assert await engine.current_label() == str(version)
     await engine.resume()
-    measured.standstill[way].append(time.perf_counter() - began)
-    await load.tokens(2)
-    times = [t for t in load.times if t > began]
-    earlier = [t for t in load.times if t <= began]
-    # The last token before the pause may be one of the step that the pause waited for.
-    gaps = np.diff([earlier[-1], *times])
-    measured.pause[way].append(float(gaps.max()))
+    measured.pause[way].append(time.perf_counter() - began)
+    # The tokens of the step that the pause waited for have come by now, and the next step takes longer than this line.
+    measured.to_tokens[way].append(await load.next_tokens() - began)
 
 
 class _Versions:
@@ -196,63 +196,6 @@ class _Versions:
             await self._workers.command("chunk", offset=offset, frame=payload[offset : offset + CHUNK_BYTES])
         for answer in (await self._workers.command("commit")).values():
             assert answer["version"] == self.version, answer
-
-
-class _Load:
-    """Requests that never end; the times at which one of them got a token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self._came = trio.Event()
-
-    def came(self) -> None:
-        """One token more."""
-        self.times.append(time.perf_counter())
-        self._came.set()
-        self._came = trio.Event()
-
-    async def tokens(self, count: int) -> None:
-        """Wait for so many."""
-        until = len(self.times) + count
-        while len(self.times) < until:
-            await self._came.wait()
-
-    async def speed(self, count: int) -> float:
-        """Tokens/s of one request, over so many."""
-        await self.tokens(count)
-        return count / (self.times[-1] - self.times[-1 - count])
-
-
-@asynccontextmanager
-async def _load(engine: Engine) -> AsyncIterator[_Load]:
-    load = _Load()
-    random = np.random.default_rng(1)
-    sampling = {"temperature": 1.0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
-
-    def prompt() -> list[int]:
-        return [int(token) for token in random.integers(1000, 40_000, size=PROMPT_TOKENS)]
-
-    async def ask() -> None:
-        while True:
-            await engine.generate(prompt(), sampling)
-
-    async def stream() -> None:
-        body = {"sampling_params": {**sampling, "max_tokens": 440, "logprobs": 0}, "stream": True}
-        async with httpx.AsyncClient(base_url=engine.url, timeout=None, trust_env=False) as client:
-            while True:
-                asked = {**body, "token_ids": prompt()}
-                async with client.stream("POST", "/inference/v1/generate", json=asked) as response:
-                    async for line in response.aiter_lines():
-                        if line.startswith("data: {") and json.loads(line[6:]).get("choices"):
-                            load.came()
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(SEQUENCES - 1):
-            nursery.start_soon(ask)
-        nursery.start_soon(stream)
-        await load.tokens(BETWEEN_TOKENS)
-        yield load
-        nursery.cancel_scope.cancel()
 
 
 def _resident_mb() -> float:
