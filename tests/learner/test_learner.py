@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +21,33 @@ from packing import random_batch, trajectory
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
+
+from fleet import actor as following_actor
+
 from lachesis_configs.load import dump_config, load_config
-from lachesis_configs.schema import Config
+from lachesis_deploy.audit import audit
 from lachesis_transport.broker import serve_queue
 from lachesis_transport.groups_file import write_groups
 from lachesis_transport.messages import Group
 from lachesis_transport.producer import Finished, Producer, open_producer
+from lachesis_transport.weights.mirror import Mirror
 
 pytestmark = pytest.mark.slow
 
 GROUPS = 12
+
+_started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Also when a test fails."""
+    yield
+    while _started:
+        learner = _started.pop()
+        learner.kill()
+        learner.wait()
 
 
 def _configure(folder: Path, model: Path, *overrides: str) -> Path:
@@ -64,7 +82,8 @@ def _port() -> int:
 
 def _start(config: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "lachesis", "learner", str(config), "--folder", str(config.parent), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    return _started[-1]
 
 
 def _finish(process: subprocess.Popen[str], *, code: int = 0) -> tuple[str, str]:
@@ -73,8 +92,12 @@ def _finish(process: subprocess.Popen[str], *, code: int = 0) -> tuple[str, str]
     return out, err
 
 
+def _lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def _metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return _lines(folder / "metrics.jsonl")
 
 
 def _weights(folder: Path, version: int) -> dict[str, torch.Tensor]:
@@ -173,7 +196,6 @@ async def test_stops_and_comes_back_until_the_run_is_finished(tmp_path: Path, ti
     overrides = ("run.steps=4", "learner.checkpoint_every=100", "staleness.max=1")
     path = _configure(tmp_path, tiny_model, *overrides)
     config = load_config(path)
-    events = tmp_path / "events.jsonl"
     async with trio.open_nursery() as nursery:
         nursery.start_soon(serve_queue, config, tmp_path)
         async with open_producer(config.queue.address, actor="actor-0", incarnation="1") as actor:
@@ -188,7 +210,7 @@ async def test_stops_and_comes_back_until_the_run_is_finished(tmp_path: Path, ti
             learner = _start(path)
             await _until(lambda: actor.state.current == 1)
             async with trio.open_nursery() as making:
-                making.start_soon(_make_groups, actor, config, 4)
+                making.start_soon(_make_groups, actor, 4)
                 await _until(lambda: actor.state.step == 2)
                 learner.send_signal(signal.SIGTERM)
                 await trio.to_thread.run_sync(_finish, learner)
@@ -199,7 +221,7 @@ async def test_stops_and_comes_back_until_the_run_is_finished(tmp_path: Path, ti
             learner = _start(path)
             await _until(lambda: actor.state.current == 4)
             async with trio.open_nursery() as making:
-                making.start_soon(_make_groups, actor, config, 1000)
+                making.start_soon(_make_groups, actor, 1000)
                 _, err = await trio.to_thread.run_sync(_finish, learner)
             assert "finished: 4 steps, version 6" in err
             assert (actor.state.finished, actor.state.final) == (True, 6)
@@ -214,7 +236,7 @@ async def test_stops_and_comes_back_until_the_run_is_finished(tmp_path: Path, ti
         assert 0 < line["changed_share"] <= 1
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds_total"])
         assert line["seconds_wait"] > 0
-    logged = [json.loads(line) for line in events.read_text().splitlines()]
+    logged = _lines(tmp_path / "events.jsonl")
     assert [e["version"] for e in logged if e["kind"] == "publication"] == [0, 1, 2, 3, 4, 5, 6]
     published = {e["version"]: e for e in logged if e["kind"] == "publication"}
     assert published[0]["bytes"] >= published[0]["full_bytes"]
@@ -225,17 +247,95 @@ async def test_stops_and_comes_back_until_the_run_is_finished(tmp_path: Path, ti
     assert statistics["bound_violations"] == 0
 
 
+@pytest.mark.trio
+async def test_ranks_killed_in_the_middle_of_a_batch_go_on_from_their_checkpoint(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    run = tmp_path / "run"
+    checkpoints = ("learner.checkpoint_every=4", "learner.keep_checkpoints=3")
+    path = _configure(run, tiny_model, "run.steps=10", "learner.ranks=2", "learner.lr=1e-5", *checkpoints)
+    config = load_config(path)
+    async with (
+        trio.open_nursery() as queue,
+        following_actor(config.weights.address, tiny_model, name="actor-0", deadline=60) as follower,
+    ):
+        queue.start_soon(serve_queue, config, run)
+        async with (
+            open_producer(config.queue.address, actor="actor-0", incarnation="1") as actor,
+            trio.open_nursery() as serving,
+        ):
+
+            def served() -> int | None:
+                return max(follower.active(), default=None)
+
+            async def follow() -> None:
+                while True:
+                    if (version := served()) is not None:
+                        actor.serving(version)
+                    await trio.sleep(0.01)
+
+            serving.start_soon(follow)
+            killed = _start(path)
+            await _until(lambda: served() == 0)
+            await _make_groups(actor, 2 * 6, served)
+            await _until(lambda: served() == 6)
+            await _until((run / "weights" / "00000006.delta").exists)
+            [child] = psutil.Process(killed.pid).children()
+            await _make_groups(actor, 2, served, size=32, tokens=400)
+            await trio.sleep(0.2)  # of the seconds that this batch takes
+            killed.kill()
+            await trio.to_thread.run_sync(partial(_finish, killed, code=-signal.SIGKILL))
+            assert psutil.wait_procs([child], timeout=10)[1] == []
+            assert [line["step"] for line in _metrics(run)] == [1, 2, 3, 4, 5, 6]
+            checkpoint = run / "checkpoints" / "00000004"
+
+            back = _start(path)
+            await _make_groups(actor, 1000, served)
+            _, err = await trio.to_thread.run_sync(_finish, back)
+            final = actor.state.final
+            await _until(lambda: served() == final)
+            serving.cancel_scope.cancel()
+
+    events, lines = _lines(run / "events.jsonl"), _metrics(run)
+    assert f"resumed from {checkpoint}: version 4, step 4" in err
+    assert [e["parent"] for e in events if e["kind"] == "reserved"] == [None, *range(6), 4, *range(7, 13)]
+    assert [(line["step"], line["version"]) for line in lines] == [
+        *zip(range(1, 5), range(4), strict=True),
+        *zip(range(5, 11), range(7, 13), strict=True),
+    ]
+    assert [line["step"] for line in _lines(run / "metrics.abandoned.jsonl")] == [5, 6]
+
+    found = audit(lines, events)
+    assert (found["groups_trained"], len({g for line in lines for g in line["group_ids"]})) == (20, 20)
+    assert (found["groups_lost"], found["groups_duplicated"], found["groups_unknown"]) == (0, 0, 0)
+    assert max(line["staleness_max"] for line in lines) <= 3
+
+    # The weights of the checkpoint, as a difference to those that were lost with the learner.
+    assert "version 7 goes out as a delta to version 6" in err
+    [seventh] = [e for e in events if e["kind"] == "publication" and e["version"] == 7]
+    assert seventh["bytes"] < seventh["full_bytes"] / 2
+    assert seventh["checksum"] == Mirror.load(checkpoint).checksum(shards=2)
+    received = follower.of("activation")
+    assert max(e["bytes"] for e in received if e["version"] > 0) < seventh["full_bytes"] / 2
+    assert received[-1]["version"] == final == 13
+    assert received[-1]["checksum"] == Mirror.load(run / "checkpoints" / "00000013").checksum(shards=2)
+    assert follower.of("checksum_mismatch") == []
+
+
 async def _until(condition: Callable[[], bool], seconds: float = 90) -> None:
     with trio.fail_after(seconds):
         while not condition():
             await trio.sleep(0.05)
 
 
-async def _make_groups(actor: Producer, config: Config, count: int) -> None:
-    """Random groups, as an actor that serves the newest version sends them, until the run has finished."""
-    rng = np.random.default_rng(0)
+async def _make_groups(
+    actor: Producer, count: int, served: Callable[[], int | None] | None = None, *, size: int = 2, tokens: int = 4
+) -> None:
+    """Random groups, as an actor sends them that serves the version `served` (by default the newest one), until there
+    are `count` or the run has finished."""
+    rng = np.random.default_rng()
     for _ in range(count):
-        version = actor.state.current
+        version = served() if served is not None else actor.state.current
         assert version is not None
         actor.serving(version)
         ticket = await actor.ticket(version=version, environment="arithmetic")
@@ -247,8 +347,10 @@ async def _make_groups(actor: Producer, config: Config, count: int) -> None:
             actor="actor-0",
             environment="arithmetic",
             trajectories=tuple(
-                trajectory(rng, [5, 6, 7, *rng.integers(3, 300, 4)], [0, 0, 0, 1, 1, 1, 1], versions=(ticket.version,))
-                for _ in range(2)
+                trajectory(
+                    rng, [5, 6, 7, *rng.integers(3, 300, tokens)], [0] * 3 + [1] * tokens, versions=(ticket.version,)
+                )
+                for _ in range(size)
             ),
         )
         await actor.put(group)
