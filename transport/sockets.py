@@ -134,7 +134,8 @@ class Socket:
         """Hand a message to ZeroMQ, waiting while its queue is full or no peer is connected."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while not self._send(frames):
-            await self._wait(zmq.POLLOUT, self._senders)
+            if not self._events() & zmq.POLLOUT:  # a send that fails may not have looked at what has changed
+                await self._wait(zmq.POLLOUT, self._senders)
         await self._yield_sometimes()
 
     def send_nowait(self, frames: Sequence[bytes | bytearray | memoryview | zmq.Frame]) -> bool:
@@ -147,8 +148,12 @@ class Socket:
             return False
 
     def _send(self, frames: Sequence[bytes | bytearray | memoryview | zmq.Frame]) -> bool:
+        more = len(frames) - 1
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            for frame in frames:  # only the first one may find no room
+                flags = zmq.NOBLOCK | zmq.SNDMORE if more else zmq.NOBLOCK
+                self._socket.send(frame, flags, copy=False)
+                more -= 1
         except zmq.Again:
             return False
         finally:
@@ -160,6 +165,9 @@ class Socket:
         self._turns += 1
         if self._turns % TURNS == 0:
             await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def _events(self) -> int:
+        return int(self._socket.getsockopt(zmq.EVENTS))
 
     async def _wait(self, events: int, waiting: trio.lowlevel.ParkingLot) -> None:
         """After an operation that could not go on: until it may."""
@@ -179,7 +187,7 @@ class Socket:
         """Wake whoever can go on. Each operation ends so, as it may have taken in the change that others wait for."""
         if not self._watched_for and not self._receivers and not self._senders:
             return  # whoever comes next tries before it waits
-        events = int(self._socket.getsockopt(zmq.EVENTS))
+        events = self._events()
         woken = [*self._receivers.unpark(count=bool(events & zmq.POLLIN))]
         woken += self._senders.unpark(count=bool(events & zmq.POLLOUT))
         if self._watched_for:

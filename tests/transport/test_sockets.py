@@ -11,7 +11,7 @@ import trio.testing
 import zmq
 
 from lachesis_transport.keys import Keys, make_keys
-from lachesis_transport.sockets import STREAM_BYTES, check_loopback, open_socket
+from lachesis_transport.sockets import STREAM_BYTES, Socket, check_loopback, open_socket
 
 SECONDS = 20
 PEER = """
@@ -159,6 +159,34 @@ async def test_a_send_waits_for_a_slow_peer_and_a_full_queue_is_reported():
                 assert len((await server.receive())[1]) == len(block)
             assert server.receive_nowait() is None
             assert server.send_nowait([b"nobody", b"x"]) is False
+
+
+@pytest.mark.trio
+async def test_a_send_that_waits_is_not_tried_over_and_over(monkeypatch):
+    count, tries = 2000, 0
+    attempt = Socket._send
+
+    def counted(self, frames) -> bool:
+        nonlocal tries
+        tries += 1
+        return attempt(self, frames)
+
+    monkeypatch.setattr(Socket, "_send", counted)
+    with trio.fail_after(SECONDS):
+        async with (
+            open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0", high_water=4) as server,
+            open_socket(zmq.DEALER, connect=server.address, high_water=4) as client,
+            trio.open_nursery() as nursery,
+        ):
+
+            async def send() -> None:
+                for _ in range(count):
+                    await client.send([bytes(16 << 10)])
+
+            nursery.start_soon(send)
+            for _ in range(count):
+                await server.receive()
+    assert count <= tries < 4 * count
 
 
 @pytest.mark.trio
