@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -252,9 +253,34 @@ async def test_cancelling_aborts_the_request(engine):
             await trio.sleep(0.05)
 
 
+SCRIPT = """
+import sys, trio
+from pathlib import Path
+from lachesis_actors.engine import open_engine
+from lachesis_configs.schema import Engine
+
+async def main():
+    config = Engine(max_model_len=512, kv_cache_gib=1.0, max_num_seqs=32)
+    async with open_engine(config, model_path=Path(sys.argv[1]), log_path=Path(sys.argv[2]), seed=0):
+        await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+@pytest.fixture(scope="module")
+def other_actor(tiny_model, tmp_path_factory) -> Iterator[tuple[subprocess.Popen, Path]]:
+    """A process that has an engine, whose log is the path. Two tests ask for it so that two engines start at once."""
+    log_path = tmp_path_factory.mktemp("other_actor") / "vllm.log"
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tiny_model), str(log_path)])
+    yield process, log_path
+    process.kill()
+    process.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.trio
-async def test_the_death_of_a_worker_ends_the_block_with_the_log(tiny_model, tmp_path):
+async def test_the_death_of_a_worker_ends_the_block_with_the_log(other_actor, tiny_model, tmp_path):
     log_path = tmp_path / "vllm.log"
     group: dict[int, str] = {}
 
@@ -273,42 +299,21 @@ async def test_the_death_of_a_worker_ends_the_block_with_the_log(tiny_model, tmp
             await trio.sleep(0.05)
 
 
-SCRIPT = """
-import sys, trio
-from pathlib import Path
-from lachesis_actors.engine import open_engine
-from lachesis_configs.schema import Engine
-
-async def main():
-    config = Engine(max_model_len=512, kv_cache_gib=1.0, max_num_seqs=32)
-    async with open_engine(config, model_path=Path(sys.argv[1]), log_path=Path(sys.argv[2]), seed=0):
-        await trio.sleep_forever()
-
-trio.run(main)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.trio
-async def test_no_process_of_vllm_survives_kill_9_of_the_actor(tiny_model, tmp_path):
-    log_path = tmp_path / "vllm.log"
-    parent = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tiny_model), str(log_path)])
-    try:
-        group: dict[int, str] = {}
-        with trio.fail_after(120):
-            while not any("Worker" in name for name in group.values()):
-                assert parent.poll() is None
-                await trio.sleep(0.2)
-                group = group_of(log_path)
-        parent.kill()
-        parent.wait()
-        with trio.fail_after(20):
-            while any(alive(pid) for pid in group):
-                await trio.sleep(0.1)
-    finally:
-        with suppress(ProcessLookupError):
-            parent.kill()
-        parent.wait()
+async def test_no_process_of_vllm_survives_kill_9_of_the_actor(other_actor):
+    parent, log_path = other_actor
+    group: dict[int, str] = {}
+    with trio.fail_after(120):
+        while not any("Worker" in name for name in group.values()):
+            assert parent.poll() is None
+            await trio.sleep(0.2)
+            group = group_of(log_path)
+    parent.kill()
+    parent.wait()
+    with trio.fail_after(20):
+        while any(alive(pid) for pid in group):
+            await trio.sleep(0.1)
 
 
 def alive(pid: int) -> bool:
