@@ -13,6 +13,7 @@ part of one member's machine is measured with one member. What an activation cos
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import tempfile
@@ -158,6 +159,7 @@ async def measure(folder: Path, size: str, cases: Sequence[Case], runs: int) -> 
         for number, case in enumerate(cases):
             first = number == next(i for i, other in enumerate(cases) if other.share == case.share)
             times = await publications(model, fleet, case, runs)
+            gc.collect()  # the publisher's tasks and its copy of the weights refer to each other
             figures += times.figures(f"{size}_{case.share:g}", f"{case.channel}_{case.members}", parts=first)
     return figures
 

@@ -11,6 +11,7 @@ JSON lines on stdout; times are CLOCK_MONOTONIC, which all processes of a machin
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -118,6 +119,7 @@ class Member:
         if op == "follow":
             self._following.cancel()
             await self._ended.wait()
+            gc.collect()  # buffers of all weights' size may wait for it
             self._following, self._ended = trio.CancelScope(), trio.Event()
             self._nursery.start_soon(self._follow, command["address"])
         elif op == "served":

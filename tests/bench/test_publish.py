@@ -65,6 +65,7 @@ async def test_a_member_that_dies_ends_the_benchmark(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # 40 s on two idle cores
 def test_real_steps_are_hundreds_of_times_smaller_than_the_weights() -> None:
     size, unchanged = trained_bytes("1e-6", 2)
     assert size.figure == "publish.bytes_lr1e-6"
