@@ -3,7 +3,6 @@ finds faults that are planted."""
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
@@ -16,10 +15,8 @@ import pytest
 
 from lachesis_transport import batching, items, lineage, pacing, tables
 
-_spec = importlib.util.spec_from_file_location("exploration", Path(__file__).with_name("exploration.py"))
-exploration = sys.modules["exploration"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(exploration)
-Broken, Scope, explore = exploration.Broken, exploration.Scope, exploration.explore
+sys.path.insert(0, str(Path(__file__).parent))
+from exploration import Broken, Scope, explore
 
 ROLLING = [Scope(s, b, r) for s in range(3) for b in (1, 2) for r in range(1, s + 2)]
 QUICK = [

@@ -9,7 +9,6 @@ as the broker tries them: after every change, the environment and the actor whos
 from __future__ import annotations
 
 import heapq
-import importlib.util
 import random
 import sys
 from collections import Counter
@@ -23,9 +22,8 @@ from lachesis_transport.decisions import Grant, Rules
 from lachesis_transport.records import Lease
 from lachesis_transport.replay import Replay
 
-_spec = importlib.util.spec_from_file_location("exploration", Path(__file__).with_name("exploration.py"))
-exploration = sys.modules["exploration"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(exploration)
+sys.path.insert(0, str(Path(__file__).parent))
+import exploration
 
 SIGMA = 1.0
 TRANSFER = 0.1
