@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -98,3 +99,27 @@ def test_strangers_disturb_nothing(rendezvous, stores, monkeypatch):
 def test_an_address_that_is_not_here_is_refused():
     with pytest.raises(OSError, match=r"rendezvous: no port at 192.0.2.200"):
         Rendezvous("192.0.2.200")
+
+
+def test_strangers_cannot_have_it_grow(rendezvous, stores, monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAITING", 8)
+    stores[0].set("big", b"x" * 500_000)
+    context = zmq.Context()
+    strangers = [context.socket(zmq.DEALER) for _ in range(12)]
+    try:
+        for stranger in strangers:
+            stranger.linger = 2000
+            stranger.connect(f"tcp://{LOOPBACK}:{rendezvous.port}")
+        for question in (["nothing"] * (module.MAX_KEYS + 1), ["n" * (module.MAX_KEY_LENGTH + 1)], ["big"] * 3):
+            strangers[0].send(pack({"id": 1, "keys": question}))
+        for stranger in strangers[1:]:
+            stranger.send(pack({"id": 1, "keys": ["nothing"]}))
+        deadline = time.monotonic() + 20
+        while len(rendezvous._waiting) < 7 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        stores[1].set("small", b"y")
+        assert stores[0].get("small") == b"y"
+        assert 7 <= len(rendezvous._waiting) <= 8
+        assert not strangers[0].poll(100), "an answer larger than a message may be"
+    finally:
+        context.destroy(linger=0)

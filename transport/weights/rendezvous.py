@@ -22,6 +22,11 @@ from lachesis_transport.messages import MessageError, pack, take, unpack
 MAX_BYTES = 64 << 20
 """All values of a rendezvous together: what a thousand ranks need several times."""
 MAX_MESSAGE_BYTES = 1 << 20
+"""A message either way."""
+MAX_KEYS, MAX_KEY_LENGTH = 1024, 128
+"""Of one question."""
+MAX_WAITING = 1024
+"""Questions that wait for an answer; the oldest are forgotten."""
 
 
 class Rendezvous:
@@ -41,6 +46,7 @@ class Rendezvous:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
+        self._socket.sndhwm = 4
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         try:
             self._socket.bind(f"tcp://{host}:*")
@@ -70,9 +76,11 @@ class Rendezvous:
         number = take(message, "id", int)
         if "value" not in message:
             keys = take(message, "keys", list)
-            if not all(isinstance(key, str) for key in keys):
-                raise MessageError(f"keys: {keys}, expected strings")
+            if len(keys) > MAX_KEYS or not all(isinstance(key, str) and len(key) <= MAX_KEY_LENGTH for key in keys):
+                raise MessageError(f"keys: expected at most {MAX_KEYS} strings of at most {MAX_KEY_LENGTH} characters")
             self._waiting[peer] = number, keys
+            if len(self._waiting) > MAX_WAITING:
+                del self._waiting[next(iter(self._waiting))]
         else:
             key, value = take(message, "key", str), take(message, "value", bytes)
             nbytes = self._nbytes + len(key) + len(value)
@@ -83,7 +91,9 @@ class Rendezvous:
         for waiting, (asked, keys) in tuple(self._waiting.items()):
             if all(key in self._values for key in keys):
                 del self._waiting[waiting]
-                self._say(waiting, {"id": asked, "values": [self._values[key] for key in keys]})
+                values = [self._values[key] for key in keys]
+                if sum(map(len, values)) <= MAX_MESSAGE_BYTES:
+                    self._say(waiting, {"id": asked, "values": values})
 
     def _say(self, peer: bytes, message: dict[str, Any]) -> None:
         try:
