@@ -228,6 +228,30 @@ def test_malformed_payloads_are_refused() -> None:
     assert survived < 2_000
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"modes": None},
+        {"modes": 7},
+        {"modes": [0]},
+        {"modes": "\0"},
+        {"fine": True},
+        {"fine": -1},
+        {"fine": 0.5},
+        {"fine": 0x8001},
+        {"sections": None},
+        {"sections": [{"mode": 1, "count": 1, "raw": [], "packed": []}]},
+        {"sections": [{"mode": [1], "count": 1, "raw": [1] * 5, "packed": [1] * 5}]},
+        {"sections": [{"mode": 1, "count": 2**64 - 1, "raw": [2**64 - 1] * 5, "packed": [2**64 - 1] * 5}]},
+        {"sections": [{"mode": 1, "count": 1, "raw": [1] * 1_000, "packed": [1] * 1_000}]},
+    ],
+)
+def test_a_header_of_other_types_is_refused(lie: dict[str, object]) -> None:
+    header = msgpack.packb({"format": 3, "fine": 0, "modes": b"\1", "sections": [], **lie})
+    with pytest.raises(CodecError):
+        read_delta(len(header).to_bytes(4, "little") + header, ranges=[(0, 1_000)])
+
+
 def test_a_stream_cannot_claim_more_than_the_tensor_needs() -> None:
     bomb = zstandard.compress(b"\0" * (1 << 24))
     rng = np.random.default_rng(6)

@@ -36,6 +36,7 @@ import msgpack
 import numpy as np
 import zstandard
 
+from lachesis_transport.frames import brief
 from lachesis_transport.weights import kernels
 
 FORMAT = 3
@@ -361,16 +362,18 @@ def _header(view: memoryview, *, blocks: int) -> tuple[dict[str, Any], memoryvie
     length, view = _cut(view, 4)
     piece, view = _cut(view, int.from_bytes(length, "little"))
     try:
-        header = msgpack.unpackb(piece)
+        header = msgpack.unpackb(piece, max_array_len=_CODE_STREAMS + 2)  # no list here is longer
         known, modes, sections = header["format"], header["modes"], header["sections"]
         numbers = [n for s in sections for n in (s["mode"], s["count"], *s["raw"], *s["packed"])]
         fine = header["fine"] if known == FORMAT else 0
-        sound = all(type(n) is int and n >= 0 for n in (fine, *numbers)) and fine <= kernels.MAGNITUDE + 1
+        sound = isinstance(modes, bytes) and all(type(n) is int and n >= 0 for n in (fine, *numbers))
     except Exception as error:  # msgpack raises a dozen types on garbage
         raise CodecError(f"header: {type(error).__name__}: {error}") from None
     if known != FORMAT:
         raise CodecError(f"format: version {known!r}, this process reads version {FORMAT}")
-    if not sound or not isinstance(modes, bytes) or len(modes) != blocks or not _MODES.issuperset(modes):
+    if not sound or fine > kernels.MAGNITUDE + 1:
+        raise CodecError(f"header: {brief(header)}, expected modes as bytes and numbers in their ranges")
+    if len(modes) != blocks or not _MODES.issuperset(modes):
         raise CodecError(f"modes: {len(modes)} blocks, expected {blocks}, each with a known mode")
     return header, view
 
