@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -94,6 +95,33 @@ def test_strangers_disturb_nothing(rendezvous, stores, monkeypatch):
         stores[0].set("a", "1")
         assert stores[1].get("a") == b"1"
         assert stranger.poll(20_000)
+
+
+def test_every_answer_arrives_however_fast_they_follow(stores, monkeypatch):
+    monkeypatch.setattr(module, "RESEND_SECONDS", 1_000.0)
+    stores[0].set("a", "1")
+
+    def ask(store):
+        for _ in range(3_000):
+            assert store.get("a") == b"1"
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(ask, stores))
+
+
+def test_a_lost_answer_costs_little(rendezvous, stores, monkeypatch):
+    lost = []
+    say = Rendezvous._say
+
+    def lose_the_first(self, peer, message):
+        if message["id"] in lost:
+            say(self, peer, message)
+        lost.append(message["id"])
+
+    monkeypatch.setattr(Rendezvous, "_say", lose_the_first)
+    stores[0].set("a", "1")
+    assert stores[0].get("a") == b"1"
+    assert min(lost.count(number) for number in (1, 2)) > 1
 
 
 def test_an_address_that_is_not_here_is_refused():

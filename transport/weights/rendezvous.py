@@ -25,6 +25,11 @@ MAX_MESSAGE_BYTES = 1 << 20
 """A message either way."""
 MAX_KEYS, MAX_KEY_LENGTH = 1024, 128
 """Of one question."""
+QUEUED = 64
+"""Answers that wait for one client to read. ZeroMQ drops what is one too many, silently, and counts an answer until it
+hears, a little later, that it went out: so not as few as a client can have on their way."""
+RESEND_SECONDS = 0.25
+"""After so long without an answer a question is sent again."""
 MAX_WAITING = 1024
 """Questions that wait for an answer; the oldest are forgotten."""
 
@@ -46,7 +51,7 @@ class Rendezvous:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
-        self._socket.sndhwm = 4
+        self._socket.sndhwm = QUEUED
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         try:
             self._socket.bind(f"tcp://{host}:*")
@@ -144,10 +149,20 @@ class RendezvousStore(dist.Store):
         deadline = time.monotonic() + seconds
         with self._lock:
             self._number += 1
-            self._socket.send(pack({"id": self._number, **message}))
-            while self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+            question = pack({"id": self._number, **message})
+            self._socket.send(question)
+            while (left := deadline - time.monotonic()) > 0:
+                if not self._socket.poll(1 + int(1000 * min(left, RESEND_SECONDS))):
+                    self._send_again(question)
+                    continue
                 answer = unpack(self._socket.recv())
                 if take(answer, "id", int) == self._number:
                     return take(answer, "values", list)
         what = message.get("key") or ", ".join(message["keys"])
         raise dist.DistStoreError(f"rendezvous: {what}: no answer within {seconds:g} s")
+
+    def _send_again(self, question: bytes) -> None:
+        try:
+            self._socket.send(question, zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # enough of them wait for a connection
