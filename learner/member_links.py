@@ -23,6 +23,8 @@ from lachesis_transport.weights.version_log import VersionLog
 log = logging.getLogger("lachesis.publisher")
 
 MAX_CHUNK_BYTES = 4 << 20
+MAX_WORKERS = 1024
+"""Of one actor: each is a rank that a group makes room for."""
 TICK_SECONDS = 1.0
 HELLO: dict[str, type] = {"actor": str, "workers": int, "nonce": str, "channel": str}
 CHANNELS = ("auto", "stream")
@@ -150,8 +152,8 @@ class MemberLinks:
         theirs = Layout.from_wire(message.get("layout"))
         if difference := self._layout.difference(theirs):
             raise MessageError(f"layout: the actor serves another model than the learner trains: {difference}")
-        if workers < 1:
-            raise MessageError(f"workers: {workers}, expected 1 or more")
+        if not 1 <= workers <= MAX_WORKERS:
+            raise MessageError(f"workers: {workers}, expected 1 to {MAX_WORKERS}")
         if channel not in CHANNELS:
             raise MessageError(f"channel: {channel!r}, expected {' or '.join(CHANNELS)}")
         if self._membership.newest is None:
@@ -162,6 +164,7 @@ class MemberLinks:
             actor, nonce=nonce, workers=workers, collective=channel == "auto", now=trio.current_time()
         )
         self.forget_removed()
+        self._on_change()  # a publication may have waited for its older membership
         if member.token not in self._peers:
             log.info("%s joined", actor)
         self._peers[member.token], self._hosts[member.token] = peer, host
@@ -173,7 +176,9 @@ class MemberLinks:
     def _staged(self, token: int, message: dict[str, Any]) -> None:
         version, checksum = take(message, "version", int), take(message, "checksum", str)
         newest = self._log.newest
-        if newest is not None and version == newest.version and checksum != newest.checksum:
+        if newest is None or version > newest.version:
+            raise MessageError(f"version: {version}, expected at most {newest and newest.version}, the newest")
+        if version == newest.version and checksum != newest.checksum:
             raise MessageError(f"checksum: {checksum} of version {version}, expected {newest.checksum}")
         self._membership.stage(token, version, now=trio.current_time())
         self._log.release(str(token))

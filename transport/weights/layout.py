@@ -14,6 +14,7 @@ from lachesis_transport.messages import MessageError
 
 MAX_TENSORS = 1 << 20
 MAX_NAME = 1024
+MAX_NUMEL = 1 << 40
 
 
 def shard_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:
@@ -86,8 +87,10 @@ class Layout:
         names, numels = wire.get("names"), wire.get("numels")
         if not isinstance(names, list) or not all(isinstance(n, str) and len(n) <= MAX_NAME for n in names):
             raise MessageError("layout.names: expected a list of names")
-        if not isinstance(numels, list) or not all(type(n) is int for n in numels) or len(names) > MAX_TENSORS:
-            raise MessageError("layout.numels: expected a list of integers")
+        if not isinstance(numels, list) or not all(type(n) is int and n <= MAX_NUMEL for n in numels):
+            raise MessageError(f"layout.numels: expected a list of integers up to {MAX_NUMEL}")
+        if len(names) > MAX_TENSORS:
+            raise MessageError(f"layout.names: {len(names)}, expected at most {MAX_TENSORS}")
         try:
             return cls(tuple(names), tuple(numels))
         except ValueError as error:

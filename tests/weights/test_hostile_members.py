@@ -1,0 +1,106 @@
+"""Members that lie, over a socket of their own: the publisher refuses them, and publications go on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import zmq
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fleet import joined, serving
+from model import Learner, write_model
+
+from lachesis_learner.publisher import Publisher
+from lachesis_transport.messages import pack, unpack
+from lachesis_transport.sockets import Socket, open_socket
+
+
+@asynccontextmanager
+async def liar(publisher: Publisher) -> AsyncIterator[Socket]:
+    async with open_socket(zmq.DEALER, connect=publisher.address) as socket:
+        yield socket
+
+
+async def ask(socket: Socket, **message: Any) -> dict[str, Any]:
+    """What is answered, beside news."""
+    await socket.send([pack(message)])
+    with trio.fail_after(15):
+        while (answer := unpack((await socket.receive())[0].buffer))["op"] == "news":
+            pass
+    return answer
+
+
+async def hello(socket: Socket, learner: Learner, **lies: Any) -> dict[str, Any]:
+    fields = {"actor": "liar", "workers": 1, "nonce": "n", "channel": "auto", "layout": learner.layout.to_wire()}
+    return await ask(socket, op="hello", **(fields | lies))
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("workers", [0, -1, 1025, 2**31 - 1, 2**63 - 1])
+async def test_a_number_of_workers_that_no_actor_has_is_refused(tmp_path: Path, workers: int) -> None:
+    learner = Learner(write_model(tmp_path), ranks=1)
+    async with serving(learner) as publisher, liar(publisher) as socket:
+        await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
+        answer = await hello(socket, learner, workers=workers)
+        assert (answer["op"], answer["error"]) == ("refused", f"workers: {workers}, expected 1 to 1024")
+        learner.step()
+        report = await publisher.publish(version=1, parent=0, blobs=learner.blobs())
+        assert (report.channel, report.members, report.removed) == ("none", (), {})
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("numel", [-1, 2**63, 2**64 - 1])
+async def test_a_layout_that_no_model_has_is_refused(tmp_path: Path, numel: int) -> None:
+    learner = Learner(write_model(tmp_path), ranks=1)
+    async with serving(learner) as publisher, liar(publisher) as socket:
+        await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
+        lie = {"names": list(learner.layout.names), "numels": [numel, *learner.layout.numels[1:]]}
+        answer = await hello(socket, learner, layout=lie)
+        assert answer["op"] == "refused"
+        assert answer["error"].startswith("layout.numels: ")
+
+
+@pytest.mark.trio
+async def test_who_claims_a_version_to_come_or_other_weights_is_refused_and_not_expected(tmp_path: Path) -> None:
+    learner = Learner(write_model(tmp_path), ranks=1)
+    async with serving(learner) as publisher, liar(publisher) as socket:
+        first = await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
+        token = (await hello(socket, learner))["token"]
+        answer = await ask(socket, op="staged", token=token, version=1, checksum=first.checksum)
+        assert answer["error"] == "version: 1, expected at most 0, the newest"
+        answer = await ask(socket, op="staged", token=token, version=0, checksum="of others")
+        assert answer["error"] == f"checksum: of others of version 0, expected {first.checksum}"
+        async with joined(publisher, tmp_path):
+            for version in (1, 2):
+                learner.step()
+                report = await publisher.publish(version=version, parent=version - 1, blobs=learner.blobs())
+                assert (report.members, report.removed, report.channel) == (("actor-0",), {}, "collective")
+
+
+@pytest.mark.trio
+async def test_a_publication_ends_when_who_it_waits_for_joins_again(tmp_path: Path) -> None:
+    learner = Learner(write_model(tmp_path), ranks=1)
+    async with serving(learner, channel="stream", deadline=60.0) as publisher, liar(publisher) as socket:
+        first = await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
+        token = (await hello(socket, learner))["token"]
+        await socket.send([pack({"op": "staged", "token": token, "version": 0, "checksum": first.checksum})])
+        assert (await ask(socket, op="plan", token=token, id=1, checksum=first.checksum))["held"] == 0
+
+        async def join_again() -> None:
+            while publisher.members:
+                await trio.sleep(0.01)
+            await hello(socket, learner, nonce="another")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(join_again)
+            learner.step()
+            with trio.fail_after(30):
+                report = await publisher.publish(version=1, parent=0, blobs=learner.blobs())
+        assert (report.members, report.removed) == ((), {"liar": "joined again"})
