@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -237,3 +238,25 @@ def test_a_writer_that_fell_behind_starts_from_an_anchor(tmp_path: Path) -> None
     kept = LogFiles(tmp_path, LAYOUT).restore(shards=2)
     assert kept is not None
     np.testing.assert_array_equal(kept.mirror.bits, history.weights[19])
+
+
+def test_what_could_not_be_written_leaves_no_room_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History()
+    files, log = run(tmp_path, history, range(2))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log_files.os, "fsync", full)
+        for version in range(2, 5):
+            log.append(history.entry(version))
+            with pytest.raises(OSError, match="No space left"):
+                keep(files, log)
+            fold(log)
+            assert names(tmp_path) == ["00000000.anchor", "00000001.delta"]
+    keep(files, log)
+    kept = LogFiles(tmp_path, LAYOUT).restore(shards=history.ranks)
+    assert kept is not None
+    assert kept.newest.version == 4
+    np.testing.assert_array_equal(kept.mirror.bits, history.weights[4])

@@ -150,12 +150,16 @@ class LogFiles:
         head = b"".join([MAGIC, len(header).to_bytes(4, "little"), header, xxhash.xxh3_128_digest(header)])
         part = path.with_name(f".{path.name}.part")
         self._folder.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            file.write(head)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(path)
+        try:
+            with part.open("wb") as file:
+                file.write(head)
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(path)
+        except OSError:
+            part.unlink(missing_ok=True)  # a full disk shall not be kept full
+            raise
         _sync(self._folder)
         written = _File(path=path, entry=replace(entry, payload=b""), start=len(head), size=len(content), digest=digest)
         unused: list[_File] = []
