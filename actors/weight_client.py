@@ -263,7 +263,9 @@ class _Follower:
         await self._link.fetch(step, sink)
         self._staging_bytes += step.bytes
         answers = await command("commit", only=targets)
-        self._raise_refusal(answers)
+        for worker, answer in answers.items():
+            if not answer["ok"]:  # what can't be applied now can't be later: an anchor is asked for
+                log.error("version %d: worker %d: %s", step.version, worker, answer["error"])
         return self._verified(step.version, answers)
 
     def _verified(self, version: int, answers: dict[int, dict[str, Any]]) -> bool:
@@ -274,7 +276,7 @@ class _Follower:
         self._mismatches += 1
         self.trouble = "wrong checksum"
         self._report("checksum_mismatch", version=version)
-        log.error("version %d: wrong checksum after applying it; healing from an anchor", version)
+        log.error("version %d: not the published weights after applying it; healing from an anchor", version)
         if self._mismatches >= MISMATCHES:
             raise ActivationFailed(f"version {version}: wrong checksum {MISMATCHES} times in a row")
         return False

@@ -144,6 +144,11 @@ class Receiver:
         except (MessageError, CodecError, CollectiveFailed, ReceiverRefused) as error:
             logger.warning("weights: %s", error)
             return {"id": number, "ok": False, "worker": self._worker, "version": self.version, "error": str(error)}
+        except Exception as error:  # an actor would wait for a dead thread without end
+            logger.exception("weights: a command failed")
+            self.version = self._hashed = self._transfer = None
+            text = f"{type(error).__name__}: {error}"
+            return {"id": number, "ok": False, "worker": self._worker, "version": None, "error": text}
 
     def obey(self, message: dict[str, Any], frame: memoryview | None = None) -> dict[str, Any]:
         """Carry out one command. Raises MessageError, CodecError, CollectiveFailed or ReceiverRefused."""

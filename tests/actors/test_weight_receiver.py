@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
 
@@ -14,7 +15,7 @@ from model import Learner, write_model
 
 from lachesis_actors.weight_receiver import Receiver, ReceiverRefused
 from lachesis_learner.shards import ShardBlob
-from lachesis_transport.messages import MessageError
+from lachesis_transport.messages import MessageError, pack
 from lachesis_transport.weights.checksum import combine
 from lachesis_transport.weights.codec import CodecError
 from lachesis_transport.weights.mirror import Mirror
@@ -159,6 +160,16 @@ def test_a_failed_preparation_is_an_answer(receiver: Receiver) -> None:
     with pytest.raises(ReceiverRefused, match="prepare: MemoryError: no memory for a second copy"):
         receiver.obey({"op": "prepare", "version": 0})
     assert receiver.version == 0
+
+
+def test_an_error_that_nobody_expects_is_an_answer_too(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*, shards: int) -> str:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(receiver.mirror, "checksum", fail)
+    answer = receiver._answer([zmq.Frame(pack({"op": "state", "id": 7, "shards": 2, "again": True}))])
+    assert answer == {"id": 7, "ok": False, "worker": 0, "version": None, "error": "MemoryError: no room"}
+    assert receiver.version is None
 
 
 def test_only_loopback(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fleet import Member, free, joined, serving, until
 from model import Learner, write_model
 
 from lachesis_learner.publisher import Publisher
+from lachesis_transport.weights.codec import CodecError
 
 
 @pytest.mark.trio
@@ -186,6 +187,27 @@ async def test_a_corrupt_mirror_is_noticed_and_healed_from_an_anchor(tmp_path: P
             member.assert_serves(learner)
             assert member.kinds().count("checksum_mismatch") == 1
             assert member.kinds().count("healed") == 1
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("error", [CodecError("format: version 9"), TypeError("nobody expects this")])
+async def test_a_delta_that_a_member_cannot_apply_costs_it_an_anchor(tmp_path: Path, error: Exception) -> None:
+    learner = Learner(write_model(tmp_path), ranks=1)
+    async with serving(learner) as publisher:
+        await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
+        async with joined(publisher, tmp_path) as member:
+
+            def refuse(*arguments: Any, **fields: Any) -> int:
+                raise error
+
+            member.engine.receivers[0].mirror.apply = refuse  # type: ignore[method-assign]
+            for version in (1, 2):
+                learner.step()
+                report = await publisher.publish(version=version, parent=version - 1, blobs=learner.blobs())
+                assert (report.members, report.removed) == (("actor-0",), {})
+                await until(lambda version=version: member.active[-1] == version)
+                member.assert_serves(learner)
+            assert member.kinds().count("healed") == 2
 
 
 @pytest.mark.trio
