@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import msgpack
+import numba
 import numpy as np
 import pytest
 import zstandard
@@ -260,6 +262,24 @@ def test_a_stream_cannot_claim_more_than_the_tensor_needs() -> None:
     header_size = int.from_bytes(payload[:4], "little")
     with pytest.raises(CodecError):
         read_delta(payload[: 4 + header_size] + bomb, ranges=[(0, 1_000)])
+
+
+@pytest.mark.parametrize("damage", [0, 100])
+def test_torn_files_of_compiled_loops_cost_no_more_than_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: int
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    signature = numba.types.int64(numba.types.int64)
+
+    def add_one(number):  # type: ignore[no-untyped-def]
+        return number + 1
+
+    assert kernels._compiled(signature)(add_one)(1) == 2
+    files = list(tmp_path.rglob("*.nb[ic]"))
+    assert len(files) == 2
+    for path in files:
+        path.write_bytes(path.read_bytes()[:damage])
+    assert kernels._compiled(signature)(add_one)(1) == 2
 
 
 def test_hostile_streams_never_write_outside() -> None:

@@ -46,7 +46,7 @@ def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     def compile_it(kernel: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return njit(signature, nogil=True, cache=True)(kernel)
-        except (RuntimeError, OSError):  # no folder can be written: compile for this process alone
+        except Exception:  # no folder can be written, or what is there is torn: compile for this process alone
             return njit(signature, nogil=True)(kernel)
 
     return compile_it
