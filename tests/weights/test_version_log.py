@@ -191,3 +191,12 @@ def test_what_does_not_follow_is_refused() -> None:
         log.append(history.entry(0))
     with pytest.raises(ValueError, match="parent: 1, expected the newest version 0"):
         log.append(history.entry(2))
+
+
+def test_large_deltas_wait_for_no_reader() -> None:
+    history, log = History(share=0.9), VersionLog(LAYOUT)
+    for version in range(20):
+        log.append(history.entry(version))
+        fold(log, now=float(version))
+        assert log.plan("slow", checksum="", now=float(version)) is not None  # pins the mirror for 30 s
+        assert sum(len(entry.payload) for entry in log._deltas) <= 2 * log.nbytes

@@ -186,11 +186,14 @@ class VersionLog:
         far: then its readers have to start again). Until `end_fold`, `plan` answers None to who needs an anchor."""
         pending = self._pending()
         self._pins = {reader: until for reader, until in self._pins.items() if until > now}
-        if not pending or self._folding or (self._pins and self._base and len(pending) <= self._limit // 2):
+        if not pending or self._folding or (self._pins and self._base and self._may_wait(pending)):
             return []
         self._folding = True
         self._pins.clear()
         return pending
+
+    def _may_wait(self, pending: Sequence[Entry]) -> bool:
+        return len(pending) <= self._limit // 2 and sum(len(entry.payload) for entry in pending) <= self.nbytes
 
     def fold(self, entries: Sequence[Entry]) -> None:
         """Apply entries to the mirror and check the result. CPU-bound, touches nothing else: meant for a thread.
