@@ -23,8 +23,9 @@ from lachesis_transport.weights.version_log import VersionLog
 log = logging.getLogger("lachesis.publisher")
 
 MAX_CHUNK_BYTES = 4 << 20
-MAX_WORKERS = 1024
+MAX_WORKERS = 128
 """Of one actor: each is a rank that a group makes room for."""
+MAX_MEMBERS = 1024
 TICK_SECONDS = 1.0
 HELLO: dict[str, type] = {"actor": str, "workers": int, "nonce": str, "channel": str}
 CHANNELS = ("auto", "stream")
@@ -160,6 +161,9 @@ class MemberLinks:
             # What another learner published last may be of a branch that this one goes back on.
             self._reply(peer, {"op": "waiting"})
             return
+        others = [member for member in self._membership.members if member.actor != actor]
+        if len(others) >= MAX_MEMBERS:
+            raise MessageError(f"members: {len(others)} already, expected at most {MAX_MEMBERS}")
         member = self._membership.join(
             actor, nonce=nonce, workers=workers, collective=channel == "auto", now=trio.current_time()
         )

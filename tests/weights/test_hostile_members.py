@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fleet import joined, serving
 from model import Learner, write_model
 
+from lachesis_learner import member_links
 from lachesis_learner.publisher import Publisher
 from lachesis_transport.messages import pack, unpack
 from lachesis_transport.sockets import Socket, open_socket
@@ -43,16 +44,29 @@ async def hello(socket: Socket, learner: Learner, **lies: Any) -> dict[str, Any]
 
 
 @pytest.mark.trio
-@pytest.mark.parametrize("workers", [0, -1, 1025, 2**31 - 1, 2**63 - 1])
+@pytest.mark.parametrize("workers", [0, -1, 129, 2**31 - 1, 2**63 - 1])
 async def test_a_number_of_workers_that_no_actor_has_is_refused(tmp_path: Path, workers: int) -> None:
     learner = Learner(write_model(tmp_path), ranks=1)
     async with serving(learner) as publisher, liar(publisher) as socket:
         await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
         answer = await hello(socket, learner, workers=workers)
-        assert (answer["op"], answer["error"]) == ("refused", f"workers: {workers}, expected 1 to 1024")
+        assert (answer["op"], answer["error"]) == ("refused", f"workers: {workers}, expected 1 to 128")
         learner.step()
         report = await publisher.publish(version=1, parent=0, blobs=learner.blobs())
         assert (report.channel, report.members, report.removed) == ("none", (), {})
+
+
+@pytest.mark.trio
+async def test_members_without_number_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_links, "MAX_MEMBERS", 2)
+    learner = Learner(write_model(tmp_path), ranks=1)
+    async with serving(learner) as publisher, liar(publisher) as socket:
+        await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
+        for actor, op in (("a", "welcome"), ("b", "welcome"), ("c", "refused"), ("b", "welcome")):
+            answer = await hello(socket, learner, actor=actor)
+            assert answer["op"] == op
+        await socket.send([pack({"op": "bye", "token": answer["token"]})])
+        assert (await hello(socket, learner, actor="c"))["op"] == "welcome"
 
 
 @pytest.mark.trio
