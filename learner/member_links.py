@@ -22,7 +22,7 @@ from lachesis_transport.weights.version_log import VersionLog
 
 log = logging.getLogger("lachesis.publisher")
 
-MAX_CHUNK_BYTES = 4 << 20
+MAX_CHUNK_BYTES = 1 << 20
 MAX_WORKERS = 128
 """Of one actor: each is a rank that a group makes room for."""
 MAX_MEMBERS = 1024
