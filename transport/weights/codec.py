@@ -209,7 +209,7 @@ class DeltaWriter:
         self, section: _Section, base: np.ndarray, new: np.ndarray, at: np.ndarray, *, last: int = -1, shift: int = 0
     ) -> int:
         """Make base equal to new at these positions and keep the codes; the gaps' bytes lie in _gaps, so many."""
-        outputs = (self._codes, self._low, self._gaps, self._nibbles, self._middle, self._words)
+        outputs = (self._low, self._gaps, self._nibbles, self._middle, self._words)
         bad, gaps, middle, words = kernels.take_sparse(base, new, at, last, shift, self._finite, *outputs)
         if bad >= 0:
             raise NonFiniteBits(int(at[bad]))

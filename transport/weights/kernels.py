@@ -199,18 +199,34 @@ def count_exponents(base, new, present, changed):  # type: ignore[no-untyped-def
         changed[exponent] += base[i] != new[i]
 
 
+@njit
+def _write_code(code, i, nibbles, in_middle, middle, in_words, words):  # type: ignore[no-untyped-def]
+    """Write code i, given where the other streams have come to; where they are then."""
+    if code < NIBBLE_ESCAPE:
+        nibbles[i] = code
+    else:
+        nibbles[i] = NIBBLE_ESCAPE
+        rest = np.int64(code) - NIBBLE_ESCAPE
+        middle[in_middle] = min(rest, ESCAPE)
+        in_middle += _ONE
+        if rest >= ESCAPE:
+            words[in_words] = code
+            in_words += _ONE
+    return in_middle, in_words
+
+
 @_compiled(
     types.UniTuple(types.int64, 4)(
-        BITS, IN_BITS, IN_INDICES, types.int64, types.int64, types.boolean, BITS, *[BYTES] * 4, BITS
+        BITS, IN_BITS, IN_INDICES, types.int64, types.int64, types.boolean, *[BYTES] * 4, BITS
     )
 )
-def take_sparse(base, new, at, last, shift, finite, codes, low, gaps, nibbles, middle, words):  # type: ignore[no-untyped-def]
+def take_sparse(base, new, at, last, shift, finite, low, gaps, nibbles, middle, words):  # type: ignore[no-untyped-def]
     """Make base equal to new at the ascending positions `at` and write how: (bad, sizes of gaps, middle and words).
 
     The gap before at[0] counts from `last`. The lowest `shift` (0 or 8) bits of gap i go to low[i]; the rest is written
     as bytes, of which 255 adds 255 and goes on and anything less ends the gap: `gaps` needs len(at) +
-    (at[-1] - last) // (255 << shift) bytes. The zigzag code of each difference (mod 2^16) goes to codes, and on as
-    `write_codes` has it; these outputs need len(at) elements.
+    (at[-1] - last) // (255 << shift) bytes. The zigzag code of each difference (mod 2^16) is written as `write_codes`
+    does; the other outputs need len(at) elements.
 
     bad is -1; or, if `finite`, the first i where new[at[i]] is NaN or infinite.
     """
@@ -223,17 +239,7 @@ def take_sparse(base, new, at, last, shift, finite, codes, low, gaps, nibbles, m
         code = _zigzag(base[at[i]], bits)
         base[at[i]] = bits
         infinite |= bits & 0x7F80 == 0x7F80
-        codes[i] = code
-        if code < NIBBLE_ESCAPE:
-            nibbles[i] = code
-        else:
-            nibbles[i] = NIBBLE_ESCAPE
-            rest = np.int64(code) - NIBBLE_ESCAPE
-            middle[in_middle] = min(rest, ESCAPE)
-            in_middle += _ONE
-            if rest >= ESCAPE:
-                words[in_words] = code
-                in_words += _ONE
+        in_middle, in_words = _write_code(code, i, nibbles, in_middle, middle, in_words, words)
         gap = np.int64(at[i]) - last - 1
         last = np.int64(at[i])
         if shift:
@@ -273,20 +279,10 @@ def write_codes(codes, nibbles, middle, words):  # type: ignore[no-untyped-def]
 
     Returns the numbers of bytes in middle and of codes in words; all three outputs need len(codes) elements.
     """
-    in_middle = np.int64(0)
-    in_words = np.int64(0)
+    in_middle = _ZERO
+    in_words = _ZERO
     for i in range(len(codes)):
-        code = codes[i]
-        if code < NIBBLE_ESCAPE:
-            nibbles[i] = code
-        else:
-            nibbles[i] = NIBBLE_ESCAPE
-            rest = np.int64(code) - NIBBLE_ESCAPE
-            middle[in_middle] = min(rest, ESCAPE)
-            in_middle += 1
-            if rest >= ESCAPE:
-                words[in_words] = code
-                in_words += 1
+        in_middle, in_words = _write_code(codes[i], i, nibbles, in_middle, middle, in_words, words)
     return in_middle, in_words
 
 
