@@ -20,9 +20,9 @@ import trio
 
 from lachesis_actors.weight_link import Fenced, Invitation, Link, StreamBroken, open_link
 from lachesis_actors.weight_workers import Workers, open_workers
+from lachesis_configs.addresses import host_of, on_loopback
 from lachesis_configs.schema import Config
 from lachesis_transport.keys import load_keys
-from lachesis_transport.sockets import host_of, on_loopback
 from lachesis_transport.weights.version_log import Step
 
 log = logging.getLogger("lachesis.weights")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from lachesis_configs.addresses import host_of, on_loopback
 from lachesis_configs.cores import parse_cores
 
 Positive = Annotated[int, Field(gt=0)]
@@ -26,17 +27,8 @@ def _is_ipv4(host: str) -> bool:
     return True
 
 
-def _host(address: str) -> str:
-    return address.removeprefix("tcp://").rpartition(":")[0]
-
-
-def _on_loopback(address: str) -> bool:
-    host = _host(address)
-    return host == "localhost" or (host.startswith("127.") and _is_ipv4(host))
-
-
 def _address(address: str) -> str:
-    host, port = _host(address), address.rpartition(":")[2]
+    host, port = host_of(address), address.rpartition(":")[2]
     if int(port) > 65535:
         raise ValueError(f"value {address!r}, expected a port up to 65535")
     if not _is_ipv4(host) and not _HOST_NAME.fullmatch(host):
@@ -50,7 +42,7 @@ Address = Annotated[str, Field(pattern=r"^tcp://[^:/]+:[0-9]{1,5}$"), AfterValid
 
 def _metrics_address(address: str) -> str:
     _address(address)
-    if not _on_loopback(address):
+    if not on_loopback(address):
         port = address.rpartition(":")[2]
         raise ValueError(
             f"value {address!r}, expected a loopback address such as 127.0.0.1:{port}: metrics have no keys"
@@ -391,14 +383,14 @@ class Config(Section):
     @model_validator(mode="after")
     def _keys_off_loopback(self) -> Self:
         for key, address in (("queue.address", self.queue.address), ("weights.address", self.weights.address)):
-            if self.run.keys is None and not _on_loopback(address):
+            if self.run.keys is None and not on_loopback(address):
                 port = address.rpartition(":")[2]
                 raise ValueError(
                     f"{key}: value {address!r}, expected a loopback address such as tcp://127.0.0.1:{port}, or keys: "
                     "set run.keys to a folder made by `lachesis keys`"
                 )
         weights = self.weights
-        if weights.channel == "collective" and not weights.trusted_network and not _on_loopback(weights.address):
+        if weights.channel == "collective" and not weights.trusted_network and not on_loopback(weights.address):
             raise ValueError(
                 f"weights.channel: value 'collective' with weights.address {weights.address!r}, expected stream, or "
                 "weights.trusted_network: true: the collective channel has no keys"

@@ -29,11 +29,12 @@ from typing import Any, Literal
 import trio
 import zmq
 
+from lachesis_configs.addresses import host_of, on_loopback
 from lachesis_learner.broadcaster import Broadcaster
 from lachesis_learner.member_links import MemberLinks
 from lachesis_learner.shards import NonFiniteWeights, Shard, ShardBlob, ShardEncoder
 from lachesis_transport.keys import Keys
-from lachesis_transport.sockets import Socket, host_of, on_loopback, open_socket
+from lachesis_transport.sockets import Socket, open_socket
 from lachesis_transport.weights.checksum import combine
 from lachesis_transport.weights.collective import CollectiveFailed, interface_toward
 from lachesis_transport.weights.layout import Layout

@@ -16,7 +16,6 @@ message.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import math
 import threading
@@ -27,6 +26,7 @@ from itertools import count
 import trio
 import zmq
 
+from lachesis_configs.addresses import on_loopback
 from lachesis_transport.keys import Keys
 from lachesis_transport.messages import MAX_MESSAGE_BYTES
 
@@ -53,24 +53,9 @@ _CLOSINGS = count()
 """Names of their own for the sockets that tell of a closed listener: ZeroMQ frees one some time after its use."""
 
 
-def host_of(address: str) -> str:
-    """The host of tcp://HOST:PORT."""
-    return address.removeprefix("tcp://").rpartition(":")[0]
-
-
-def on_loopback(address: str) -> bool:
-    """Whether `address` is tcp://HOST:PORT with a loopback host."""
-    host = host_of(address)
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = False
-    return loopback and address.startswith("tcp://")
-
-
 def check_loopback(address: str, *, field: str = "address") -> None:
     """Raise ValueError, naming `field`, unless `address` is tcp://HOST:PORT with a loopback host."""
-    if not on_loopback(address):
+    if not (address.startswith("tcp://") and on_loopback(address)):
         raise ValueError(f"{field}: {address!r}, expected tcp://127.0.0.1:PORT: only loopback is served without keys")
 
 
