@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
@@ -47,17 +48,23 @@ async def test_an_address_in_use_is_one_clear_error():
                 pytest.fail("bound twice")
 
 
+@asynccontextmanager
+async def pair(*, high_water: int = 64):
+    """A listener and a client that is connected to it."""
+    async with (
+        open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0", high_water=high_water) as server,
+        open_socket(zmq.DEALER, connect=server.address, high_water=high_water) as client,
+    ):
+        yield server, client
+
+
 @pytest.mark.trio
 async def test_many_senders_and_receivers_under_cancellation_lose_and_double_nothing():
     """Receives and sends are cancelled all the time; what was sent arrives exactly once."""
     senders, each = 4, 300
     arrived: list[int] = []
     with trio.fail_after(SECONDS):
-        async with (
-            open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0", high_water=4) as server,
-            open_socket(zmq.DEALER, connect=server.address, high_water=4) as client,
-            trio.open_nursery() as nursery,
-        ):
+        async with pair(high_water=4) as (server, client), trio.open_nursery() as nursery:
 
             async def send(name: int) -> None:
                 number = turn = 0
@@ -91,11 +98,7 @@ async def test_tasks_that_share_a_socket_all_go_on_whichever_of_them_gives_up():
     each, senders = 200, 3
     arrived: list[int] = []
     with trio.fail_after(SECONDS):
-        async with (
-            open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0", high_water=4) as server,
-            open_socket(zmq.DEALER, connect=server.address, high_water=4) as client,
-            trio.open_nursery() as nursery,
-        ):
+        async with pair(high_water=4) as (server, client), trio.open_nursery() as nursery:
 
             async def echo() -> None:
                 while True:
@@ -124,11 +127,7 @@ async def test_tasks_that_share_a_socket_all_go_on_whichever_of_them_gives_up():
 async def test_a_stream_of_large_messages_arrives_whole_over_receives_that_are_cancelled():
     count, size = 100, STREAM_BYTES
     with trio.fail_after(SECONDS):
-        async with (
-            open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as server,
-            open_socket(zmq.DEALER, connect=server.address) as client,
-            trio.open_nursery() as nursery,
-        ):
+        async with pair() as (server, client), trio.open_nursery() as nursery:
 
             async def send() -> None:
                 for number in range(count):
@@ -173,11 +172,7 @@ async def test_a_send_that_waits_is_not_tried_over_and_over(monkeypatch):
 
     monkeypatch.setattr(Socket, "_send", counted)
     with trio.fail_after(SECONDS):
-        async with (
-            open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0", high_water=4) as server,
-            open_socket(zmq.DEALER, connect=server.address, high_water=4) as client,
-            trio.open_nursery() as nursery,
-        ):
+        async with pair(high_water=4) as (server, client), trio.open_nursery() as nursery:
 
             async def send() -> None:
                 for _ in range(count):
@@ -279,11 +274,7 @@ async def test_the_address_of_a_closed_listener_is_free_at_once(tmp_path, keyed)
 async def test_who_still_waits_is_served_when_others_leave():
     """Those that wait are served in the order they came, without those that were cancelled meanwhile."""
     with trio.fail_after(SECONDS):
-        async with (
-            open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as server,
-            open_socket(zmq.DEALER, connect=server.address) as client,
-            trio.open_nursery() as nursery,
-        ):
+        async with pair() as (server, client), trio.open_nursery() as nursery:
             await client.send([b"hello"])
             route = (await server.receive())[0].bytes
             arrived: list[tuple[int, bytes]] = []
