@@ -69,13 +69,8 @@ def recorded() -> dict[str, Slices]:
 
 
 def recorded_share(rate: str, slices: Slices) -> Figure:
-    """The size of one recorded delta against its floor."""
+    """The size of one recorded delta against its floor, as of a writer that has learned from one like it."""
     floor = sum(floor_bytes(before, after) for before, after in slices.values())
-    return _share(f"recorded_lr{rate}", recorded_payload(slices), floor, of=", slices of a real step's delta")
-
-
-def recorded_payload(slices: Slices) -> bytes:
-    """A recorded delta, as of a writer that has learned from one like it."""
     fine = FineBound()
     for _ in range(2):
         writer = DeltaWriter(blocks=sum(1 for before, _ in slices.values() for _ in blocks(len(before))), fine=fine)
@@ -85,7 +80,7 @@ def recorded_payload(slices: Slices) -> bytes:
                 writer.add(base[start:stop], after[start:stop])
         payload = writer.finish()
         fine.learn()
-    return payload
+    return _share(f"recorded_lr{rate}", payload, floor, of=", slices of a real step's delta")
 
 
 def _share(what: str, payload: bytes | memoryview, floor: float, *, of: str = "") -> Figure:

@@ -1,7 +1,7 @@
 """The publisher's links to its members: what actors say and are told, and the bytes that they fetch (docs/weights.md).
 
-links = MemberLinks(layout=layout, log=log, membership=membership, deadline_seconds=30.0, on_change=..., on_fold=...)
-async with trio.open_nursery() as nursery, open_socket(zmq.ROUTER, bind=address) as socket:
+links = MemberLinks(layout=layout, log=log, membership=membership, deadline_seconds=30.0, on_change=..., ...)
+async with open_socket(zmq.ROUTER, bind=address) as socket:
     await links.serve(socket)
 """
 

@@ -101,10 +101,7 @@ class Rendezvous:
                     self._say(waiting, {"id": asked, "values": values})
 
     def _say(self, peer: bytes, message: dict[str, Any]) -> None:
-        try:
-            self._socket.send_multipart([peer, pack(message)], zmq.NOBLOCK)
-        except zmq.Again:
-            pass  # it does not read
+        self._socket.send_multipart([peer, pack(message)], zmq.NOBLOCK)  # dropped for a peer that does not read
 
 
 class RendezvousStore(dist.Store):
