@@ -103,7 +103,8 @@ class FineBound:
     where the changed of either kind are counted by exponent on a sample of the blocks.
     """
 
-    SAMPLES, SAMPLE = 64, 1 << 14
+    SAMPLE, FEWEST = 1 << 18, 1 << 10
+    """Weights that are looked at in all, and in each block of the sample at least."""
 
     def __init__(self) -> None:
         self.bits = 0
@@ -112,8 +113,9 @@ class FineBound:
 
     def see(self, base: np.ndarray, new: np.ndarray, *, block: int, blocks: int) -> None:
         """Count in one of `blocks` blocks, if it is among the sample. base, new: contiguous uint16."""
-        if block % max(1, blocks // self.SAMPLES) == 0:
-            kernels.count_exponents(base[: self.SAMPLE], new[: self.SAMPLE], self._present, self._changed)
+        length = max(self.FEWEST, self.SAMPLE // blocks)
+        if block % max(1, blocks * length // self.SAMPLE) == 0:
+            kernels.count_exponents(base[:length], new[:length], self._present, self._changed)
 
     def learn(self) -> None:
         """Take the bound from what was seen since the last call; nothing changed: keep the one from before."""
