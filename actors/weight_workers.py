@@ -19,6 +19,8 @@ from lachesis_transport.weights.layout import Layout
 log = logging.getLogger("lachesis.weights")
 
 HELLO_SECONDS = 60.0
+MAX_FRAME_BYTES = 64 << 20
+"""What a receiver says in one message: its hello carries the layout, about 50 bytes a tensor."""
 
 
 class WorkersFailed(RuntimeError):
@@ -114,7 +116,7 @@ class Workers:
 async def open_workers(engine: InitializesWeights, *, count: int) -> AsyncIterator[Workers]:
     """Start the receivers in the engine's workers and wait for all `count` of them. Raises WorkersFailed."""
     token = secrets.token_hex(16)
-    async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0") as socket:
+    async with open_socket(zmq.ROUTER, bind="tcp://127.0.0.1:0", max_frame_bytes=MAX_FRAME_BYTES) as socket:
         workers = Workers(socket, count=count, token=token)
         await engine.initialize_weights({"address": socket.address, "token": token})
         with trio.move_on_after(HELLO_SECONDS) as scope:

@@ -34,6 +34,7 @@ from lachesis_learner.broadcaster import Broadcaster
 from lachesis_learner.member_links import MemberLinks
 from lachesis_learner.shards import NonFiniteWeights, Shard, ShardBlob, ShardEncoder
 from lachesis_transport.keys import Keys
+from lachesis_transport.messages import pack
 from lachesis_transport.sockets import Socket, open_socket
 from lachesis_transport.weights.checksum import combine
 from lachesis_transport.weights.collective import CollectiveFailed, interface_toward
@@ -47,6 +48,8 @@ __all__ = ["NonFiniteWeights", "PublishReport", "Publisher", "Shard", "ShardBlob
 log = logging.getLogger("lachesis.publisher")
 
 EVERYWHERE = "0.0.0.0"
+MIN_FRAME_BYTES = 1 << 20
+"""What a member may say in one message, at least: a hello carries the layout, about 50 bytes a tensor."""
 COLLECTIVE_SHARE = 0.5
 """Part of the deadline that a collective may use; the rest is for members to stream what it did not bring them."""
 
@@ -152,8 +155,10 @@ class Publisher:
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve actors until cancelled. Reports started when the socket is bound."""
+        # Twice the layout's own message: who serves a model of other, or a few more, tensors shall hear of it.
+        most = max(MIN_FRAME_BYTES, 2 * len(pack({"layout": self._layout.to_wire()})))
         async with (
-            open_socket(zmq.ROUTER, bind=self._address, keys=self._keys) as socket,
+            open_socket(zmq.ROUTER, bind=self._address, max_frame_bytes=most, keys=self._keys) as socket,
             trio.open_nursery() as nursery,
         ):
             self._socket = socket

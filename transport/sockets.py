@@ -190,16 +190,18 @@ async def open_socket(
     connect: str | None = None,
     high_water: int = 64,
     send_high_water: int | None = None,
+    max_frame_bytes: int | None = None,
     keys: Keys | None = None,
     field: str = "address",
 ) -> AsyncIterator[Socket]:
     """A socket for the length of the block; on exit, what was sent still goes out for up to a second, without waiting.
     A listener's address is free at once.
 
-    `high_water` bounds the messages that wait in each direction, a peer; `send_high_water` those to be sent. A socket
-    that connects sends only while it is connected: nothing piles up for a peer that is away. With `keys` every byte is
-    encrypted, a listener answers only the clients that it admits, and a client talks only to the server it knows;
-    without, only loopback is served. `field` is what errors call the address.
+    `high_water` bounds the messages that wait in each direction, a peer; `send_high_water` those to be sent. Who sends
+    a longer frame than `max_frame_bytes` (None: MAX_MESSAGE_BYTES) is disconnected, before memory is taken for it. A
+    socket that connects sends only while it is connected: nothing piles up for a peer that is away. With `keys` every
+    byte is encrypted, a listener answers only the clients that it admits, and a client talks only to the server it
+    knows; without, only loopback is served. `field` is what errors call the address.
     Raises ValueError for an address off loopback without keys, ConfigError for keys that are missing or malformed,
     OSError when the address is taken.
     """
@@ -216,7 +218,7 @@ async def open_socket(
             (zmq.LINGER, LINGER_MS),
             (zmq.SNDHWM, send_high_water or high_water),
             (zmq.RCVHWM, high_water),
-            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + (CURVE_BYTES if keys else 0)),
+            (zmq.MAXMSGSIZE, (max_frame_bytes or MAX_MESSAGE_BYTES) + (CURVE_BYTES if keys else 0)),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_SECONDS),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trio
 import zmq
 
@@ -79,6 +80,25 @@ async def test_a_layout_that_no_model_has_is_refused(tmp_path: Path, numel: int)
         answer = await hello(socket, learner, layout=lie)
         assert answer["op"] == "refused"
         assert answer["error"].startswith("layout.numels: ")
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("tensors", [5, 20_000])
+async def test_who_sends_more_than_a_member_has_to_say_is_disconnected(tensors: int) -> None:
+    parameters = {f"model.layers.{i:05}.weight": torch.zeros(1, dtype=torch.bfloat16) for i in range(tensors)}
+    learner = Learner(parameters, ranks=1)
+    layout = len(pack(learner.layout.to_wire()))
+    most = max(1 << 20, 2 * (layout + len(pack({"layout": None}))))
+    async with serving(learner) as publisher, liar(publisher) as socket:
+        await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
+        assert (await hello(socket, learner))["op"] == "welcome"
+        assert (await ask(socket, op="?", filling=bytes(most - 1000)))["op"] == "refused"
+        async with liar(publisher) as boaster:
+            await boaster.send([bytes(most + 1000)])
+            with trio.move_on_after(1):
+                await boaster.receive()
+                pytest.fail("answered")
+        assert (await hello(socket, learner))["op"] == "welcome"
 
 
 @pytest.mark.trio

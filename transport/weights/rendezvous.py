@@ -26,8 +26,9 @@ MAX_MESSAGE_BYTES = 1 << 20
 MAX_KEYS, MAX_KEY_LENGTH = 1024, 128
 """Of one question."""
 QUEUED = 64
-"""Answers that wait for one client to read. ZeroMQ drops what is one too many, silently, and counts an answer until it
-hears, a little later, that it went out: so not as few as a client can have on their way."""
+"""Messages of one client that wait to be read, and answers that wait for it. ZeroMQ drops an answer that is one too
+many, silently, and counts one until it hears, a little later, that it went out: so not as few as a client can have on
+their way."""
 RESEND_SECONDS = 0.25
 """After so long without an answer a question is sent again."""
 MAX_WAITING = 1024
@@ -51,7 +52,7 @@ class Rendezvous:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
-        self._socket.sndhwm = QUEUED
+        self._socket.sndhwm = self._socket.rcvhwm = QUEUED
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         try:
             self._socket.bind(f"tcp://{host}:*")
