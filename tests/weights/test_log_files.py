@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -178,6 +181,88 @@ def test_damage_costs_versions_and_never_correctness(
     again = LogFiles(tmp_path, LAYOUT)  # what was of no use is gone
     again.restore(shards=2)
     assert (again.damaged, again.head) == (0, newest)
+
+
+def refuse(method: Any, which: Path, number: int) -> Any:
+    """The method of Path, which fails for one of them."""
+
+    def refusing(path: Path, *arguments: Any, **fields: Any) -> Any:
+        if path == which:
+            raise OSError(number, os.strerror(number))
+        return method(path, *arguments, **fields)
+
+    return refusing
+
+
+class BadSectors(io.FileIO):
+    """A file that can be opened and not read beyond its header."""
+
+    def readinto(self, buffer: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def read(self, size: int = -1) -> bytes:
+        if self.tell() > 100:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(size)
+
+
+@pytest.mark.parametrize(("name", "newest"), [("00000003.delta", 2), ("00000000.anchor", None)])
+@pytest.mark.parametrize("where", ["header", "content"])
+def test_what_cannot_be_read_counts_as_damaged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    newest: int,
+    where: str,
+) -> None:
+    run(tmp_path, History(), range(6))
+    opened = Path.open
+    bad = refuse(opened, tmp_path / name, errno.EIO) if where == "header" else None
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", bad or (lambda p, *a, **f: BadSectors(p) if p.name == name else opened(p, *a, **f)))
+        files = LogFiles(tmp_path, LAYOUT)
+        kept = files.restore(shards=2)
+    assert (kept and kept.newest.version) == newest
+    assert files.damaged == 1
+    assert f"{tmp_path / name}: Input/output error; not used" in caplog.text
+
+
+def test_what_cannot_be_removed_stays_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    history = History()
+    run(tmp_path, history, range(6))
+    flip(tmp_path / "00000003.delta", -5)
+    stays = tmp_path / "00000004.delta"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse(Path.unlink, stays, errno.EROFS))
+        files = LogFiles(tmp_path, LAYOUT)
+        kept = files.restore(shards=2)
+    assert kept is not None
+    assert kept.newest.version == 2
+    assert names(tmp_path) == ["00000000.anchor", "00000001.delta", "00000002.delta", "00000004.delta"]
+    assert "Read-only file system; it stays" in caplog.text
+    log = VersionLog(LAYOUT, kept=kept)
+    log.append(history.entry(3))
+    assert keep(files, log) == [("delta", 3)]
+
+
+def test_without_a_folder_that_can_be_used_nothing_is_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "weights"
+    folder.write_text("a file")
+    files = LogFiles(folder, LAYOUT)
+    assert files.restore(shards=2) is None
+    assert "Not a directory" in caplog.text
+    log = VersionLog(LAYOUT)
+    log.append(History().entry(0))
+    fold(log)
+    with pytest.raises(OSError, match="File exists"):
+        keep(files, log)
+    folder.unlink()
+    assert keep(files, log) == [("anchor", 0)]
 
 
 @pytest.mark.usefixtures("short")

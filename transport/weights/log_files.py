@@ -5,9 +5,9 @@
         00000041.delta      the exact difference of version 41 to the one before; and so on
 
 A file is written under a hidden name, synced and then renamed, and carries checksums of its header and of its content:
-a crash may lose the newest versions and never leaves a wrong one. What is torn, damaged, of another model or follows
-from nothing is counted in `damaged`, named in the log and removed. `restore` proves the weights by the version's own
-checksum.
+a crash may lose the newest versions and never leaves a wrong one. What is torn, damaged, unreadable, of another model
+or follows from nothing is counted in `damaged`, named in the log and removed. `restore` proves the weights by the
+version's own checksum.
 
 There is one anchor, and the deltas together are never larger than the weights: before they would be, or once EVERY of
 them follow the anchor, a newer anchor takes its place.
@@ -102,9 +102,8 @@ class LogFiles:
         Args:
             shards: ranks of the learner that begins.
 
-        Blocking. Raises OSError when the folder can't be read or written.
+        Blocking. A file that can't be read counts as damaged; one that can't be removed stays, and the log says so.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
         files = self._look()
         kept = self._rebuild(files, shards=shards)
         if kept is None:
@@ -194,15 +193,26 @@ class LogFiles:
 
     def _look(self) -> list[_File]:
         """The files with valid headers, by version; the others are removed."""
-        for part in self._folder.glob(".*.part"):
-            part.unlink()
+        try:
+            paths = sorted(self._folder.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            log.warning("weights on disk: %s; not used", error)
+            return []
         files = []
-        for path in sorted([*self._folder.glob("*.anchor"), *self._folder.glob("*.delta")]):
-            try:
-                files.append(self._read_header(path))
-            except DamagedFile as error:
-                self._refuse(error)
-                path.unlink()
+        for path in paths:
+            if path.match(".*.part"):
+                _unlink(path)
+            elif path.suffix in (".anchor", ".delta"):
+                try:
+                    files.append(self._read_header(path))
+                except DamagedFile as error:
+                    self._refuse(error)
+                    _unlink(path)
+                except OSError as error:
+                    self._refuse(_unreadable(path, error))
+                    _unlink(path)
         return sorted(files, key=lambda file: file.version)
 
     def _rebuild(self, files: list[_File], *, shards: int) -> Kept | None:
@@ -299,10 +309,14 @@ class LogFiles:
         """Read an anchor into the mirror; False when it is damaged."""
         target = mirror.bits.view("u1").data
         read = 0
-        with file.path.open("rb", buffering=0) as source:
-            source.seek(file.start)
-            while read < len(target) and (count := source.readinto(target[read:])):
-                read += count
+        try:
+            with file.path.open("rb", buffering=0) as source:
+                source.seek(file.start)
+                while read < len(target) and (count := source.readinto(target[read:])):
+                    read += count
+        except OSError as error:
+            self._refuse(_unreadable(file.path, error))
+            return False
         intact = read == file.size == len(target) and xxhash.xxh3_128_digest(target) == file.digest
         if not intact:
             self._refuse(DamagedFile(f"{file.path}: its content is damaged"))
@@ -310,9 +324,13 @@ class LogFiles:
 
     def _load(self, file: _File) -> Entry | None:
         """The whole entry of a delta, or None when it is damaged."""
-        with file.path.open("rb") as source:
-            source.seek(file.start)
-            payload = source.read(file.size)
+        try:
+            with file.path.open("rb") as source:
+                source.seek(file.start)
+                payload = source.read(file.size)
+        except OSError as error:
+            self._refuse(_unreadable(file.path, error))
+            return None
         if xxhash.xxh3_128_digest(payload) != file.digest:
             self._refuse(DamagedFile(f"{file.path}: its content is damaged"))
             return None
@@ -324,7 +342,18 @@ class LogFiles:
 
     def _remove(self, files: Iterable[_File]) -> None:
         for file in files:
-            file.path.unlink(missing_ok=True)
+            _unlink(file.path)
+
+
+def _unreadable(path: Path, error: OSError) -> DamagedFile:
+    return DamagedFile(f"{path}: {error.strerror}")
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("weights on disk: %s; it stays", error)
 
 
 def _sync(folder: Path) -> None:
