@@ -219,7 +219,7 @@ class Receiver:
 @contextmanager
 def receivers(parameters: int, *, ranks: int, backend: str) -> Iterator[tuple[Group, list[Receiver]]]:
     """A group of this process and of `ranks` - 1 others, for the length of the block."""
-    rendezvous = Rendezvous(LOOPBACK)
+    rendezvous = Rendezvous(LOOPBACK, epoch=0)
 
     def spec(rank: int) -> GroupSpec:
         return GroupSpec(epoch=0, host=LOOPBACK, port=rendezvous.port, rank=rank, size=ranks, backend=backend)

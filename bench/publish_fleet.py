@@ -108,7 +108,7 @@ class Fleet:
     @asynccontextmanager
     async def _raw_gloo(self, members: list[Member]) -> AsyncIterator[Callable[[np.ndarray], None]]:
         self._epoch += 1
-        rendezvous = Rendezvous("127.0.0.1")
+        rendezvous = Rendezvous("127.0.0.1", epoch=self._epoch)
         specs = [
             GroupSpec(
                 epoch=self._epoch,

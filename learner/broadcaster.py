@@ -48,7 +48,7 @@ class Broadcaster:
         if self._spec is None or self._spec.epoch != composition.epoch:
             self.leave()
             try:
-                self._rendezvous = Rendezvous(listen)
+                self._rendezvous = Rendezvous(listen, epoch=composition.epoch)
             except OSError as error:
                 raise CollectiveFailed(f"epoch {composition.epoch}: {error}") from error
             self._spec = self._place(composition, host=host, rank=0)

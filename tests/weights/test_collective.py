@@ -22,7 +22,7 @@ from lachesis_transport.weights.collective import Group, GroupSpec
 from lachesis_transport.weights.rendezvous import Rendezvous
 
 rank = int(sys.argv[1])
-rendezvous = Rendezvous("127.0.0.1") if rank == 0 else None
+rendezvous = Rendezvous("127.0.0.1", epoch=1) if rank == 0 else None
 port = rendezvous.port if rendezvous else int(sys.argv[2])
 other = subprocess.Popen([sys.executable, "-c", sys.argv[3], "1", str(port)]) if rank == 0 else None
 spec = GroupSpec(epoch=1, host="127.0.0.1", port=port, rank=rank, size=2, backend="gloo")
@@ -46,7 +46,7 @@ def spec(*, rank: int = 0, size: int = 1, port: int = 1, backend: str = "gloo") 
 
 
 def test_a_rank_whose_peers_do_not_come_gives_up_in_time():
-    rendezvous = Rendezvous("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1", epoch=3)
     with pytest.raises(CollectiveFailed, match=r"epoch 3: group not built: rendezvous: .* no answer within 0.1 s"):
         Group(spec(size=2, port=rendezvous.port), seconds=0.1)
     rendezvous.close()

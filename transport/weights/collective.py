@@ -1,7 +1,7 @@
 """The collective channel: a process group of the publisher (rank 0) and the workers of its members.
 
-    rendezvous = Rendezvous("127.0.0.1")                            # rank 0, until the group is closed
-    group = Group(GroupSpec(host="127.0.0.1", port=rendezvous.port, ...), seconds=10.0)     # every rank
+    rendezvous = Rendezvous("127.0.0.1", epoch=epoch)               # rank 0, until the group is closed
+    group = Group(GroupSpec(epoch=epoch, port=rendezvous.port, ...), seconds=10.0)          # every rank
     group.broadcast(buffer, seconds=10.0)
     group.close()
 
@@ -93,7 +93,6 @@ class Group:
         self._device = torch.device(device if spec.backend == "nccl" else "cpu")
         self._store = RendezvousStore(spec.host, spec.port, seconds=seconds)
         try:
-            # The epoch is random: a stranger who asks for keys knows none.
             keys = dist.PrefixStore(str(spec.epoch), self._store)
             if spec.backend == "nccl":
                 self._group = _build_nccl(keys, spec, seconds=seconds, device=self._device)

@@ -1,7 +1,8 @@
 """Where the ranks of a group find each other: keys and values that live at rank 0 while the group does.
 
-    rendezvous = Rendezvous("127.0.0.1")                            # rank 0
+    rendezvous = Rendezvous("127.0.0.1", epoch=epoch)               # rank 0
     store = RendezvousStore("127.0.0.1", rendezvous.port, seconds=10.0)     # every rank; a torch.distributed.Store
+    keys = dist.PrefixStore(str(epoch), store)                      # only keys below the group's epoch exist
 
 torch's TCPStore does the same, but asks a name server for the name of each address that it connects to, loopback
 included, and waits for the answer: one packet that is lost costs 5 s, a name server that is away costs more.
@@ -17,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 import zmq
 
+from lachesis_transport.frames import brief
 from lachesis_transport.messages import MessageError, pack, take, unpack
 
 MAX_BYTES = 64 << 20
@@ -40,11 +42,13 @@ class Rendezvous:
 
     Args:
         host: IPv4 address to listen on, at a free port.
+        epoch: of the group. Keys begin with it and a slash; others are refused. It is random: no stranger knows it.
 
     Raises OSError when it cannot listen there.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, epoch: int) -> None:
+        self._prefix = f"{epoch}/"
         self._values: dict[str, bytes] = {}
         self._nbytes = 0
         self._waiting: dict[bytes, tuple[int, list[str]]] = {}
@@ -71,25 +75,30 @@ class Rendezvous:
         try:
             while True:
                 peer, *frames = self._socket.recv_multipart()
+                number = None
                 try:
-                    self._answer(peer, unpack(frames[-1] if frames else b""))
-                except MessageError:
-                    continue  # nobody of ours sends that
+                    message = unpack(frames[-1] if frames else b"")
+                    number = take(message, "id", int)
+                    self._answer(peer, number, message)
+                except MessageError as error:
+                    self._say(peer, {"id": number, "error": str(error)})
         except zmq.ContextTerminated:
             self._socket.close()
 
-    def _answer(self, peer: bytes, message: dict[str, Any]) -> None:
-        number = take(message, "id", int)
+    def _answer(self, peer: bytes, number: int, message: dict[str, Any]) -> None:
         if "value" not in message:
             keys = take(message, "keys", list)
-            if len(keys) > MAX_KEYS or not all(isinstance(key, str) and len(key) <= MAX_KEY_LENGTH for key in keys):
-                raise MessageError(f"keys: expected at most {MAX_KEYS} strings of at most {MAX_KEY_LENGTH} characters")
+            if len(keys) > MAX_KEYS or not all(map(self._is_ours, keys)):
+                raise MessageError(f"keys: expected at most {MAX_KEYS} keys of the group")
             self._waiting[peer] = number, keys
             if len(self._waiting) > MAX_WAITING:
                 del self._waiting[next(iter(self._waiting))]
         else:
             key, value = take(message, "key", str), take(message, "value", bytes)
-            nbytes = self._nbytes + len(key) + len(value)
+            if not self._is_ours(key):
+                raise MessageError(f"key: {brief(key)}, expected one of the group")
+            before = len(key) + len(self._values[key]) if key in self._values else 0
+            nbytes = self._nbytes - before + len(key) + len(value)
             if nbytes > MAX_BYTES:
                 raise MessageError(f"value: {nbytes} bytes in all, expected at most {MAX_BYTES}")
             self._values[key], self._nbytes = value, nbytes
@@ -100,6 +109,9 @@ class Rendezvous:
                 values = [self._values[key] for key in keys]
                 if sum(map(len, values)) <= MAX_MESSAGE_BYTES:
                     self._say(waiting, {"id": asked, "values": values})
+
+    def _is_ours(self, key: object) -> bool:
+        return isinstance(key, str) and len(key) <= MAX_KEY_LENGTH and key.startswith(self._prefix)
 
     def _say(self, peer: bytes, message: dict[str, Any]) -> None:
         self._socket.send_multipart([peer, pack(message)], zmq.NOBLOCK)  # dropped for a peer that does not read
@@ -113,7 +125,8 @@ class RendezvousStore(dist.Store):
         port: of it.
         seconds: that each call waits at most, unless it says otherwise.
 
-    Calls raise DistStoreError (a RuntimeError) when the time is up. Keep the object as long as its group.
+    Calls raise DistStoreError (a RuntimeError) when they are refused or the time is up. Keep the object as long as its
+    group.
     """
 
     def __init__(self, host: str, port: int, *, seconds: float) -> None:
@@ -145,6 +158,7 @@ class RendezvousStore(dist.Store):
 
     def _ask(self, message: dict[str, Any], seconds: float) -> list[bytes]:
         deadline = time.monotonic() + seconds
+        what = message.get("key") or ", ".join(message["keys"])
         with self._lock:
             self._number += 1
             question = pack({"id": self._number, **message})
@@ -154,9 +168,11 @@ class RendezvousStore(dist.Store):
                     self._send_again(question)
                     continue
                 answer = unpack(self._socket.recv())
-                if take(answer, "id", int) == self._number:
-                    return take(answer, "values", list)
-        what = message.get("key") or ", ".join(message["keys"])
+                if answer.get("id") != self._number:
+                    continue
+                if "error" in answer:
+                    raise dist.DistStoreError(f"rendezvous: {what}: refused: {answer['error']}")
+                return take(answer, "values", list)
         raise dist.DistStoreError(f"rendezvous: {what}: no answer within {seconds:g} s")
 
     def _send_again(self, question: bytes) -> None:
