@@ -271,7 +271,10 @@ async def open_link(
     `channel` is `auto` (the publisher's) or `stream`. Raises ValueError off loopback without keys.
     """
     with plain_errors():
-        async with open_socket(zmq.DEALER, connect=address, keys=keys) as socket, trio.open_nursery() as nursery:
+        async with (
+            open_socket(zmq.DEALER, connect=address, keys=keys, field="weights.address") as socket,
+            trio.open_nursery() as nursery,
+        ):
             link = Link(socket, actor=actor, workers=workers, layout=layout, channel=channel)
             nursery.start_soon(link._read)
             nursery.start_soon(link._stay_alive)

@@ -112,9 +112,11 @@ class Publisher:
     ) -> None:
         if not on_loopback(address):
             if keys is None:
-                raise ValueError(f"address: {address!r}, expected a loopback address, or keys")
+                raise ValueError(f"weights.address: {address!r}, expected a loopback address, or keys")
             if channel == "collective" and not trusted_network:
-                raise ValueError(f"channel: 'collective' at {address!r}, expected stream, or a trusted network")
+                raise ValueError(
+                    f"weights.channel: 'collective' at {address!r}, expected stream, or weights.trusted_network"
+                )
         self._keys = keys
         self._address = address
         self._layout = layout
@@ -154,11 +156,17 @@ class Publisher:
         return tuple(m.actor for m in self._membership.members if newest is not None and m.staged == newest)
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve actors until cancelled. Reports started when the socket is bound."""
+        """Serve actors until cancelled. Reports started when the socket is bound. Raises OSError when it can't be."""
         # Twice the layout's own message: who serves a model of other, or a few more, tensors shall hear of it.
         most = max(MIN_FRAME_BYTES, 2 * len(pack({"layout": self._layout.to_wire()})))
         async with (
-            open_socket(zmq.ROUTER, bind=self._address, max_frame_bytes=most, keys=self._keys) as socket,
+            open_socket(
+                zmq.ROUTER,
+                bind=self._address,
+                max_frame_bytes=most,
+                keys=self._keys,
+                field="weights.address",
+            ) as socket,
             trio.open_nursery() as nursery,
         ):
             self._socket = socket

@@ -330,8 +330,8 @@ async def open_client(
     """
     with plain_errors():
         async with (
-            open_socket(zmq.DEALER, connect=address, keys=keys) as socket,
-            open_socket(zmq.DEALER, connect=address, keys=keys) as beside,
+            open_socket(zmq.DEALER, connect=address, keys=keys, field="queue.address") as socket,
+            open_socket(zmq.DEALER, connect=address, keys=keys, field="queue.address") as beside,
             trio.open_nursery() as nursery,
         ):
             client = QueueClient(socket, address=address, role=role, name=name, incarnation=incarnation)
@@ -359,7 +359,7 @@ async def open_client(
 async def queue_status(address: str, *, seconds: float = 5.0, keys: Keys | None = None) -> dict[str, Any]:
     """The statistics of the queue at `address`. Raises QueueError when it does not answer within `seconds`."""
     with trio.move_on_after(seconds), plain_errors():
-        async with open_socket(zmq.DEALER, connect=address, keys=keys) as socket:
+        async with open_socket(zmq.DEALER, connect=address, keys=keys, field="queue.address") as socket:
             await socket.send([pack({"op": "status", "id": 1})])
             [frame] = await socket.receive()
             return take(unpack(frame.buffer), "statistics", dict)

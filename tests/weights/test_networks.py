@@ -128,7 +128,10 @@ async def test_on_loopback_all_stays_there(tmp_path: Path) -> None:
 def test_collectives_off_loopback_need_a_trusted_network(tmp_path: Path) -> None:
     learner = Learner(write_model(tmp_path), ranks=1)
     make_keys(tmp_path / "keys")
-    for keys, wrong in ((None, "expected a loopback address, or keys"), (Keys(tmp_path / "keys"), "a trusted network")):
+    for keys, wrong in (
+        (None, "expected a loopback address, or keys"),
+        (Keys(tmp_path / "keys"), "weights.trusted_network"),
+    ):
         with pytest.raises(ValueError, match=wrong):
             Publisher(
                 address="tcp://192.0.2.1:5711",

@@ -250,6 +250,16 @@ async def test_what_does_not_follow_is_refused(tmp_path: Path) -> None:
             await publisher.publish(version=6, parent=5, blobs=learner.blobs())
 
 
+@pytest.mark.trio
+async def test_an_address_in_use_is_one_error_that_names_the_setting(tmp_path: Path) -> None:
+    learner = Learner(write_model(tmp_path), ranks=1)
+    async with serving(learner) as publisher:
+        taken = f"weights.address: '{publisher.address}' cannot be bound: Address already in use"
+        with pytest.RaisesGroup(pytest.RaisesExc(OSError, match=taken), flatten_subgroups=True):
+            async with serving(learner, address=publisher.address):
+                pytest.fail("bound twice")
+
+
 def test_non_finite_weights_are_refused_by_name(tmp_path: Path) -> None:
     tensors = write_model(tmp_path)
     learner = Learner(tensors, ranks=2)
