@@ -23,11 +23,13 @@ import zmq
 
 from lachesis_transport.keys import Keys
 from lachesis_transport.messages import MessageError, pack, take, unpack
+from lachesis_transport.rare_log import RareLog
 from lachesis_transport.sockets import Socket, open_socket, plain_errors
 from lachesis_transport.weights.layout import Layout
 from lachesis_transport.weights.version_log import Step
 
 log = logging.getLogger("lachesis.weights")
+refusals = RareLog(log)
 
 ALIVE_SECONDS = 1.0
 RESEND_SECONDS = 0.5
@@ -210,7 +212,7 @@ class Link:
             try:
                 self._handle(unpack(frames[0].buffer), frames[1:])
             except MessageError as error:
-                log.warning("ignored a message of the publisher: %s", error)
+                refusals.warning("ignored a message of the publisher: %s", error)
             self._changed.set()
             self._changed = trio.Event()
 
@@ -233,7 +235,7 @@ class Link:
             reason = take(message, "error", str)
             if self._token is None:
                 self._refused = reason
-            log.warning("the publisher refused a message: %s", reason)
+            refusals.warning("the publisher refused a message: %s", reason)
 
     async def _stay_alive(self) -> None:
         while True:

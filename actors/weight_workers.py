@@ -13,10 +13,12 @@ import trio
 import zmq
 
 from lachesis_transport.messages import MessageError, pack, take, unpack
+from lachesis_transport.rare_log import RareLog
 from lachesis_transport.sockets import Socket, open_socket
 from lachesis_transport.weights.layout import Layout
 
 log = logging.getLogger("lachesis.weights")
+refusals = RareLog(log)
 
 HELLO_SECONDS = 60.0
 MAX_FRAME_BYTES = 64 << 20
@@ -95,7 +97,7 @@ class Workers:
                 worker = take(hello, "worker", int)
                 layout = Layout.from_wire(hello.get("layout"))
             except MessageError as error:
-                log.warning("refused a receiver: %s", error)
+                refusals.warning("refused a receiver: %s", error)
                 continue
             if self._peers and (difference := self.layout.difference(layout)):
                 raise WorkersFailed(f"worker {worker} holds another model: {difference}")
@@ -109,7 +111,7 @@ class Workers:
             for rank, known in self._peers.items():
                 if known == peer:
                     return rank, unpack(frames[1].buffer)
-            log.warning("refused a message of an unknown receiver")
+            refusals.warning("refused a message of an unknown receiver")
 
 
 @asynccontextmanager

@@ -211,5 +211,6 @@ class Exchange(TrioThread):
             removed=report.removed,
             channel=report.channel,
             checksum=report.checksum,
+            messages_refused=report.messages_refused,
         )
         return report

@@ -15,17 +15,20 @@ import trio
 import zmq
 
 from lachesis_transport.messages import MessageError, pack, take, unpack
+from lachesis_transport.rare_log import RareLog
 from lachesis_transport.sockets import Socket
 from lachesis_transport.weights.layout import Layout
 from lachesis_transport.weights.membership import Membership
 from lachesis_transport.weights.version_log import VersionLog
 
-log = logging.getLogger("lachesis.publisher")
+logger = logging.getLogger("lachesis.publisher")
 
 MAX_CHUNK_BYTES = 1 << 20
 MAX_WORKERS = 128
 """Of one actor: each is a rank that a group makes room for."""
 MAX_MEMBERS = 1024
+MAX_COMINGS = 64
+"""Members that are named in the log when they come, or go, in a minute."""
 TICK_SECONDS = 1.0
 HELLO: dict[str, type] = {"actor": str, "workers": int, "nonce": str, "channel": str}
 CHANNELS = ("auto", "stream")
@@ -63,6 +66,13 @@ class MemberLinks:
         self._peers: dict[int, bytes] = {}
         self._hosts: dict[int, str] = {}
         self._finished = False
+        self._refusals = RareLog(logger)
+        self._comings, self._goings = (RareLog(logger, lines=MAX_COMINGS) for _ in range(2))
+
+    @property
+    def refused(self) -> int:
+        """Messages that were refused so far."""
+        return self._refusals.count
 
     async def serve(self, socket: Socket) -> None:
         """Answer until cancelled."""
@@ -145,7 +155,7 @@ class MemberLinks:
                 raise MessageError(f"op: {op!r}, expected hello, {', '.join(answers)}")
             answers[op](token, message)
         except MessageError as error:
-            log.warning("refused a message: %s", error)
+            self._refusals.warning("refused a message: %s", error)
             self._reply(peer, {"op": "refused", "error": str(error)})
 
     def _welcome(self, peer: bytes, message: dict[str, Any], *, host: str) -> None:
@@ -170,7 +180,7 @@ class MemberLinks:
         self.forget_removed()
         self._on_change()  # a publication may have waited for its older membership
         if member.token not in self._peers:
-            log.info("%s joined", actor)
+            self._comings.info("%s joined", actor)
         self._peers[member.token], self._hosts[member.token] = peer, host
         self._reply(peer, {"op": "welcome", "token": member.token, "seconds": self._deadline_seconds, **self._news()})
 
@@ -223,7 +233,7 @@ class MemberLinks:
                 if self._membership.quiet(token, seconds=2 * TICK_SECONDS, now=trio.current_time()):
                     self._tell(token, {"op": "news", **self._news()})
             for actor, reason in self._membership.silent(now=trio.current_time()).items():
-                log.warning("%s is no member any more: %s", actor, reason)
+                self._goings.warning("%s is no member any more: %s", actor, reason)
                 self._on_change()
             self.forget_removed()
             self._on_release()

@@ -75,6 +75,8 @@ class PublishReport:
     """Actors that staged this version."""
     removed: dict[str, str]
     """Actors that were removed during this publication, and why."""
+    messages_refused: int
+    """Since the publisher began: what strangers and members said that it didn't understand."""
     channel: str
     """`collective` (also when some members asked for the stream), `stream`, `collective+stream` (a collective broke and
     the healthy members streamed) or `none`."""
@@ -234,6 +236,7 @@ class Publisher:
             seconds=trio.current_time() - began,
             members=tuple(round_.staged),
             removed=dict(round_.removed),
+            messages_refused=self._links.refused,
             channel=channel,
         )
 

@@ -17,7 +17,6 @@ message.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -29,6 +28,7 @@ import zmq
 from lachesis_configs.addresses import on_loopback
 from lachesis_transport.keys import Keys
 from lachesis_transport.messages import MAX_MESSAGE_BYTES
+from lachesis_transport.rare_log import RareLog
 
 log = logging.getLogger("lachesis.transport")
 
@@ -44,7 +44,6 @@ HANDSHAKE_MS = 10_000
 CURVE_BYTES = 33
 """What CURVE adds to a frame."""
 ZAP = "inproc://zeromq.zap.01"
-REFUSALS_LOGGED_EVERY_SECONDS = 60.0
 TURNS = 16
 STREAM_BYTES, STREAM_SECONDS = 512 << 10, 0.001
 """After a message so large the next look is so much later: a pass through trio in between costs as much as half of its
@@ -283,15 +282,11 @@ def _own_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 async def _admit(door: Socket, admitted: frozenset[bytes], address: str) -> None:
     """Answer ZeroMQ's questions whether a client may connect (ZAP, RFC 27): by its public key, which it has proved."""
-    refused, next_log = 0, -math.inf
+    refusals = RareLog(log)
     while True:
         version, request, _, peer, _, mechanism, *credentials = [frame.bytes for frame in await door.receive()]
         welcome = mechanism == b"CURVE" and len(credentials) == 1 and credentials[0] in admitted
         status = [b"200", b"OK"] if welcome else [b"400", b"key not admitted"]
         await door.send([version, request, *status, b"", b""])
-        if welcome:
-            continue
-        refused += 1
-        if trio.current_time() >= next_log:
-            next_log = trio.current_time() + REFUSALS_LOGGED_EVERY_SECONDS
-            log.warning("%s: the key of a client at %s is not admitted (%d refusals)", address, peer.decode(), refused)
+        if not welcome:
+            refusals.warning("%s: the key of a client at %s is not admitted", address, peer.decode())

@@ -108,7 +108,14 @@ async def test_the_queue_knows_a_version_before_any_member_has_it():
         async def publish(self, *, version, parent, blobs):
             calls.append(("members", version, parent, blobs))
             return SimpleNamespace(
-                removed={}, bytes=1, full_bytes=2, seconds=0.5, members=("a",), channel="stream", checksum="c"
+                removed={},
+                messages_refused=0,
+                bytes=1,
+                full_bytes=2,
+                seconds=0.5,
+                members=("a",),
+                channel="stream",
+                checksum="c",
             )
 
         def report(self, kind, **fields):

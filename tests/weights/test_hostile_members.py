@@ -83,6 +83,20 @@ async def test_a_layout_that_no_model_has_is_refused(tmp_path: Path, numel: int)
 
 
 @pytest.mark.trio
+async def test_a_flood_of_garbage_leaves_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    learner = Learner(write_model(tmp_path), ranks=1)
+    async with serving(learner) as publisher, liar(publisher) as socket:
+        await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
+        for _ in range(300):
+            assert (await ask(socket, op="alive"))["error"] == "token: missing"
+        assert [r.getMessage() for r in caplog.records if "refused" in r.getMessage()] == [
+            "refused a message: token: missing"
+        ]
+        learner.step()
+        assert (await publisher.publish(version=1, parent=0, blobs=learner.blobs())).messages_refused == 300
+
+
+@pytest.mark.trio
 @pytest.mark.parametrize("tensors", [5, 20_000])
 async def test_who_sends_more_than_a_member_has_to_say_is_disconnected(tensors: int) -> None:
     parameters = {f"model.layers.{i:05}.weight": torch.zeros(1, dtype=torch.bfloat16) for i in range(tensors)}

@@ -10,6 +10,7 @@ included, and waits for the answer: one packet that is lost costs 5 s, a name se
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from datetime import timedelta
@@ -20,6 +21,10 @@ import zmq
 
 from lachesis_transport.frames import brief
 from lachesis_transport.messages import MessageError, pack, take, unpack
+from lachesis_transport.rare_log import RareLog
+
+log = logging.getLogger("lachesis.weights")
+refusals = RareLog(log)
 
 MAX_BYTES = 64 << 20
 """All values of a rendezvous together: what a thousand ranks need several times."""
@@ -81,6 +86,7 @@ class Rendezvous:
                     number = take(message, "id", int)
                     self._answer(peer, number, message)
                 except MessageError as error:
+                    refusals.warning("rendezvous: refused a message: %s", error)
                     self._say(peer, {"id": number, "error": str(error)})
         except zmq.ContextTerminated:
             self._socket.close()
