@@ -235,8 +235,9 @@ class Fleet:
             self.longest_batch = max(self.longest_batch, trio.current_time() - asked)
 
     async def _publish(self, parent: int | None) -> None:
-        self.version = await self.consumer.reserve(parent)
-        await self.consumer.published(self.version)
+        version = await self.consumer.reserve(parent)
+        await self.consumer.published(version)
+        self.version = version  # no ticket is asked for at a version that the queue does not know
         for producer in self.producers:
             producer.serving(self.version)
 
