@@ -8,8 +8,8 @@ weights inside the pause, after which running requests are prefilled again, too.
 - publish.pause_with_prefill: from the call of pause until the last of the running requests has its next token, so with
   the new prefill of all of them; publish.pause_keep_with_step: the same for keep, where an ordinary step follows.
 
-Each is compared with the full reload over the same span. In the long form the other ways to update packed weights are
-measured, too (activation_alternatives.py).
+Each is compared with the full reload over the same span. In the long form the other ways to update weights are
+measured, too (activation_alternatives.py, activation_served.py).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lachesis_actors.weight_receiver import CHUNK_BYTES
 from lachesis_actors.weight_workers import Workers, open_workers
 from lachesis_bench.activation_alternatives import measured_apart
 from lachesis_bench.activation_load import REQUESTS, Load, open_load
+from lachesis_bench.activation_served import plain_served
 from lachesis_bench.figures import Figure, Length
 from lachesis_configs.models import resolve_model
 from lachesis_configs.schema import Engine as EngineConfig
@@ -51,9 +52,10 @@ WAYS = ("reload", "recompute", "keep")
 
 def run(length: Length) -> list[Figure]:
     """publish.pause, publish.pause_with_prefill, publish.pause_keep and publish.pause_keep_with_step; publish.prepare,
-    its _speed and its _memory; in the long form also publish.repack_*, publish.patch and publish.plain_products_*."""
+    its _speed and its _memory; in the long form also publish.repack_*, publish.patch, publish.plain_products_*,
+    publish.plain_speed and publish.plain_memory."""
     figures = list(_figures(trio.run(_measure, ROUNDS[length])))
-    return figures + (measured_apart() if length == "long" else [])
+    return figures + (measured_apart() + plain_served() if length == "long" else [])
 
 
 @dataclass(slots=True)
