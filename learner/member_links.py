@@ -14,6 +14,7 @@ from typing import Any
 import trio
 import zmq
 
+from lachesis_learner.fetches import MAX_CHUNK_BYTES, MAX_MEMBERS, Fetch, Fetches
 from lachesis_transport.messages import MessageError, pack, take, unpack
 from lachesis_transport.rare_log import RareLog
 from lachesis_transport.sockets import Socket
@@ -23,10 +24,8 @@ from lachesis_transport.weights.version_log import VersionLog
 
 logger = logging.getLogger("lachesis.publisher")
 
-MAX_CHUNK_BYTES = 1 << 20
 MAX_WORKERS = 128
 """Of one actor: each is a rank that a group makes room for."""
-MAX_MEMBERS = 1024
 MAX_COMINGS = 64
 """Members that are named in the log when they come, or go, in a minute."""
 TICK_SECONDS = 1.0
@@ -66,6 +65,7 @@ class MemberLinks:
         self._peers: dict[int, bytes] = {}
         self._hosts: dict[int, str] = {}
         self._finished = False
+        self._fetches = Fetches(self._send_chunk)
         self._refusals = RareLog(logger)
         self._comings, self._goings = (RareLog(logger, lines=MAX_COMINGS) for _ in range(2))
 
@@ -79,6 +79,7 @@ class MemberLinks:
         self._socket = socket
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_silence)
+            nursery.start_soon(self._fetches.serve)
             while True:
                 self._handle(await socket.receive())
 
@@ -105,6 +106,7 @@ class MemberLinks:
         for token in set(self._peers) - known:
             del self._peers[token]
             self._hosts.pop(token, None)
+            self._fetches.forget(token)
             self._log.release(str(token))
 
     def _news(self) -> dict[str, Any]:
@@ -121,7 +123,7 @@ class MemberLinks:
         reached = self._reply(self._peers[token], message)
         self._membership.reach(token, reached=reached, now=trio.current_time())
 
-    def _reply(self, peer: bytes, message: dict[str, Any], frame: bytes | memoryview | None = None) -> bool:
+    def _reply(self, peer: bytes, message: dict[str, Any], frame: zmq.Frame | None = None) -> bool:
         """Hand a message to a peer's bounded queue. One that is gone or does not read hears of it again: it asks."""
         assert self._socket is not None
         frames: list[Any] = [peer, pack(message)]
@@ -210,16 +212,21 @@ class MemberLinks:
         offset, size = take(message, "offset", int), take(message, "size", int)
         if offset < 0 or not 0 < size <= MAX_CHUNK_BYTES:
             raise MessageError(f"size: {size} at {offset}, expected 1 to {MAX_CHUNK_BYTES}")
+        anchor = take(message, "anchor", bool)
+        self._fetches.ask(token, Fetch(number=number, version=version, anchor=anchor, offset=offset, size=size))
+
+    def _send_chunk(self, token: int, fetch: Fetch) -> zmq.Frame | None:
         piece = self._log.read(
             str(token),
-            version=version,
-            anchor=take(message, "anchor", bool),
-            offset=offset,
-            size=size,
+            version=fetch.version,
+            anchor=fetch.anchor,
+            offset=fetch.offset,
+            size=fetch.size,
             now=trio.current_time(),
         )
-        answer = {"op": "chunk", "id": number, "offset": offset, "gone": piece is None}
-        self._reply(self._peers[token], answer, b"" if piece is None else piece)
+        frame = zmq.Frame(b"" if piece is None else piece, track=True, copy=False)
+        answer = {"op": "chunk", "id": fetch.number, "offset": fetch.offset, "gone": piece is None}
+        return frame if self._reply(self._peers[token], answer, frame) else None
 
     def _bye(self, token: int, _: dict[str, Any]) -> None:
         self._membership.remove(token, "left")

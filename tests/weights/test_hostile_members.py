@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fleet import joined, serving
+from fleet import joined, serving, until
 from model import Learner, write_model
 
-from lachesis_learner import member_links
+from lachesis_learner import fetches, member_links
 from lachesis_learner.publisher import Publisher
 from lachesis_transport.messages import pack, unpack
 from lachesis_transport.sockets import Socket, open_socket
@@ -80,6 +80,57 @@ async def test_a_layout_that_no_model_has_is_refused(tmp_path: Path, numel: int)
         answer = await hello(socket, learner, layout=lie)
         assert answer["op"] == "refused"
         assert answer["error"].startswith("layout.numels: ")
+
+
+@pytest.mark.trio
+async def test_members_that_do_not_read_hold_bounded_memory_and_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk, liars = 1 << 20, 6
+    monkeypatch.setattr(fetches, "BUDGET_BYTES", 12 * chunk)
+    monkeypatch.setattr(fetches, "LIMIT_BYTES", (12 + liars + 1) * chunk)
+    learner = Learner(write_model(tmp_path, scale=200), ranks=1)
+    async with serving(learner) as publisher, AsyncExitStack() as stack:
+        await publisher.publish(version=0, parent=None, blobs=learner.blobs(anchor=True))
+        await wait_until_folded(publisher)
+        held = publisher._links._fetches
+        largest = 0
+        for i in range(liars):
+            context = stack.enter_context(zmq.Context())
+            socket = stack.enter_context(context.socket(zmq.DEALER))
+            for option in (zmq.RCVHWM, zmq.RCVBUF):
+                socket.setsockopt(option, 1)
+            socket.linger = 0
+            socket.connect(publisher.address)
+            token = await greet(socket, learner, f"liar-{i}")
+            for number in range(40):
+                offset = chunk * (number % 6)
+                fields = {"version": 0, "anchor": True, "offset": offset, "size": chunk, "id": number // 8}
+                socket.send(pack({"op": "fetch", "token": token, **fields}))
+                await trio.sleep(0.005)
+                largest = max(largest, held.nbytes)
+        assert 12 * chunk < largest <= fetches.LIMIT_BYTES
+        async with joined(publisher, tmp_path) as member:
+            member.assert_serves(learner)
+            learner.step()
+            report = await publisher.publish(version=1, parent=0, blobs=learner.blobs())
+            assert "actor-0" in report.members
+        assert held.nbytes <= fetches.LIMIT_BYTES
+
+
+async def wait_until_folded(publisher: Publisher) -> None:
+    await until(lambda: publisher._log.base is not None)
+
+
+async def greet(socket: zmq.Socket[bytes], learner: Learner, actor: str) -> int:
+    """Join and ask for an anchor, over a socket that is read only here; the token."""
+    fields = {"workers": 1, "nonce": "n", "channel": "stream", "layout": learner.layout.to_wire()}
+    socket.send(pack({"op": "hello", "actor": actor, **fields}))
+    token: int = unpack(await trio.to_thread.run_sync(socket.recv))["token"]
+    socket.send(pack({"op": "plan", "token": token, "id": 0, "checksum": ""}))
+    while unpack(await trio.to_thread.run_sync(socket.recv))["op"] != "plan":
+        pass
+    return token
 
 
 @pytest.mark.trio
