@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from lachesis_configs.load import ConfigError, dump_config
 from lachesis_configs.schema import Config
@@ -56,11 +57,21 @@ def _numbered(wanted: Path) -> Iterator[Path]:
 def locked(folder: Path) -> Iterator[None]:
     """Be the only launch in `folder` until the block or the process ends. Raises ConfigError while there is one."""
     with (folder / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError([f"{folder}: another launch runs in it, expected it to have ended"]) from None
+        _lock(file, folder)
         yield
+
+
+def check_unused(folder: Path) -> None:
+    """Raises ConfigError while a launch is in `folder`; makes no file there."""
+    with suppress(FileNotFoundError), (folder / LOCK).open("rb") as file:
+        _lock(file, folder)
+
+
+def _lock(file: IO[Any], folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError([f"{folder}: another launch runs in it, expected it to have ended"]) from None
 
 
 def placed(config: Config, folder: Path, model: Path) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,7 +32,7 @@ from lachesis_deploy.folder import (
 from lachesis_deploy.panel import show_progress
 from lachesis_deploy.processes import Command
 from lachesis_deploy.records import numbers, read_all, read_json
-from lachesis_deploy.resume import check_resumable, folder_to_resume, not_evaluated, nothing_left
+from lachesis_deploy.resume import check_resumable, holdings, not_evaluated, nothing_left, run_to_resume
 from lachesis_deploy.summary import Summary, summarise
 from lachesis_deploy.supervisor import GRACE_SECONDS, RoleFailed, supervise
 from lachesis_transport.keys import load_keys
@@ -55,22 +56,29 @@ def launch(config_path: str, overrides: Sequence[str] = (), *, resume: bool = Fa
     to be resumed cannot take.
     """
     config = load_config(config_path, overrides)
+    again = shlex.join(["lachesis", "launch", config_path, *overrides, "--resume"])
     if not resume:
         config, folder = _prepared(config)
         with locked(folder):
-            return _run(config, folder)
-    folder = folder_to_resume(config, config_path)
+            return _run(config, folder, again)
+    found = run_to_resume(config, config_path)
+    folder = found.folder
     with locked(folder):
+        for line in found.passed_over:
+            print(line)
+        got_to = f"which {found.holds}" if found.holds else "which got nowhere yet: it begins with step 1"
+        print(f"going on with {folder}, {got_to}")
         if nothing_left(config, folder):
             print(f"{folder} has finished: all {config.run.steps} steps of run.steps are trained, nothing is left")
             for line in not_evaluated(folder):
                 print(line)
             close_run(folder)  # who ended the launch may have done so before the summary
             return 0
-        return _run(_prepared_again(config, folder), folder)
+        return _run(_prepared_again(config, folder), folder, again)
 
 
-def _run(config: Config, folder: Path) -> int:
+def _run(config: Config, folder: Path, again: str) -> int:
+    """Run in `folder`; `again` is the command that would go on with it."""
     logs = folder / LOGS
     logs.mkdir(exist_ok=True)
     print(f"run folder {folder} (logs in {logs})", flush=True)
@@ -79,20 +87,22 @@ def _run(config: Config, folder: Path) -> int:
         stopped_by = trio.run(run_roles, config, folder, commands)
     except RoleFailed as error:
         print(
-            f"lachesis launch: {error}\nThe other roles were ended; `lachesis report {folder}` shows what was done, "
-            "`lachesis launch CONFIG --resume` goes on from there.",
-            file=sys.stderr,
-            flush=True,
+            f"lachesis launch: {error}\nThe other roles were ended. {_next(folder, again)}", file=sys.stderr, flush=True
         )
         return 1
     if stopped_by is not None:
-        print(
-            f"stopped; `lachesis report {folder}` shows what was done, `lachesis launch CONFIG --resume` goes on",
-            flush=True,
-        )
+        print(f"stopped. {_next(folder, again)}", flush=True)
         return 128 + stopped_by
     close_run(folder)
     return 0
+
+
+def _next(folder: Path, again: str) -> str:
+    """What to do about a run that was ended."""
+    holds = holdings(folder)
+    if holds is None:
+        return f"Nothing was trained in {folder}: start anew."
+    return f"{folder} {holds}: `lachesis report {folder}` shows what was done, `{again}` goes on from there."
 
 
 def role_commands(config: Config, config_path: Path) -> list[Command]:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lachesis_configs.load import ConfigError, load_config
 from lachesis_configs.schema import Config
 from lachesis_deploy.audit import lasting
-from lachesis_deploy.folder import CONFIG, METRICS, default_folder, earlier_folders
+from lachesis_deploy.folder import CONFIG, METRICS, check_unused, default_folder, earlier_folders
 from lachesis_deploy.records import number, numbers, of_kind, read_all, read_json
+from lachesis_learner.checkpoint import FOLDER as CHECKPOINTS
+from lachesis_learner.checkpoint import RECORD
+from lachesis_transport.database import peek
 from lachesis_transport.queue_files import DATABASE, EVENTS, STATISTICS
+from lachesis_transport.store import StoreError
+
+logger = logging.getLogger("lachesis.launch")
 
 FIXED = {
     "run.seed": "the queue numbers the prompts that it gives",
@@ -30,19 +38,61 @@ PROMPTS = ("path", "options")
 """What an environment of one name keeps: the queue remembers by number which of its prompts are used."""
 
 
-def folder_to_resume(config: Config, config_path: str) -> Path:
-    """The folder of the newest run of `config`: NAME or the highest of NAME-2, NAME-3, ... that has a queue's state.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """The run that a launch goes on with."""
 
-    A configuration that lies in a run folder means the run there. Raises ConfigError when there is nothing to resume.
+    folder: Path
+    holds: str | None
+    """What it has to go on from (`holdings`); None when it got nowhere."""
+    passed_over: tuple[str, ...] = ()
+    """A line for each newer folder, newest first, that has nothing to go on from."""
+
+
+def run_to_resume(config: Config, config_path: str) -> Resumption:
+    """The newest run of `config` that has anything to go on from: NAME or the highest such of NAME-2, NAME-3, ...
+
+    When none has, the newest that has a queue's state. A configuration that lies in a run folder means the run there.
+    Raises ConfigError when there is nothing to resume, when a newer folder is in use by another launch, or when a newer
+    run was trained but has lost its queue's state: to go on with an older one, its own configuration has to be given.
     """
     wanted = default_folder(config)
     inside = Path(config_path).resolve() == (wanted / CONFIG).resolve()
     folders = [wanted] if inside else list(earlier_folders(wanted))
+    passed_over: list[str] = []
+    got_nowhere: list[Resumption] = []
     for folder in reversed(folders):
-        if (folder / DATABASE).is_file():
-            return folder
-    found = f"holds no {DATABASE}" if folders else "is not there"
-    raise ConfigError([f"--resume: {wanted} {found}, expected the folder of a run; without --resume a new one starts"])
+        holds, database = holdings(folder), folder / DATABASE
+        if holds is not None and not database.is_file():
+            instead = f"an older run goes on by its own file, OLDER/{CONFIG}"
+            raise ConfigError([f"--resume: {database} is missing though {folder} {holds}, expected it; {instead}"])
+        found = Resumption(folder=folder, holds=holds, passed_over=tuple(passed_over))
+        if holds is not None:
+            return found
+        check_unused(folder)  # a launch that runs there may be about to train
+        if database.is_file():
+            got_nowhere.append(found)
+        why = "nothing was trained in it" if database.is_file() else f"it holds no {DATABASE}"
+        passed_over.append(f"passed over {folder}: {why}")
+    if got_nowhere:
+        return got_nowhere[0]
+    missing = f"holds no {DATABASE}" if folders else "is not there"
+    expected = "expected the folder of a run; without --resume a new one starts"
+    raise ConfigError([f"--resume: {wanted} {missing}, {expected}"])
+
+
+def holdings(folder: Path) -> str | None:
+    """How far the run in `folder` got, as a phrase with a verb: steps, a checkpoint or groups. None: nowhere."""
+    if trained := max(numbers(lasting(read_all(folder / METRICS)), "step"), default=0):
+        return f"is trained up to step {trained:.0f}"
+    if any((folder / CHECKPOINTS).glob(f"[0-9]*/{RECORD}")):
+        return "has a checkpoint"
+    try:
+        groups = len(peek(folder / DATABASE).contents)
+    except StoreError as error:
+        logger.debug("%s", error)  # there is none, or its launch ended while it was made
+        return None
+    return f"has groups to train ({groups})" if groups else None
 
 
 def nothing_left(config: Config, folder: Path) -> bool:

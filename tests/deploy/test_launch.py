@@ -93,13 +93,17 @@ def test_a_failing_role_ends_the_run(wanted, monkeypatch, capsys):
     assert launch(wanted) == 1
     error = capsys.readouterr().err
     assert "learner ended with code 7. Its log runs/toy/logs/learner.log ends with:\n    no memory\n" in error
+    assert "Nothing was trained in runs/toy: start anew.\n" in error
     assert not Path("runs/toy/summary.json").exists()
 
 
 def test_a_learner_that_stops_early_ends_the_run(wanted, monkeypatch, capsys):
     roles(monkeypatch, queue=FOREVER, learner=learner(1))
     assert launch(wanted) == 1
-    assert "learner ended with code 0 before the run was finished" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "learner ended with code 0 before the run was finished" in error
+    again = f"`lachesis launch {wanted} --resume` goes on from there"
+    assert f"runs/toy is trained up to step 1: `lachesis report runs/toy` shows what was done, {again}" in error
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -135,7 +139,7 @@ def test_a_stopped_run_goes_on_in_its_folder(wanted, monkeypatch, capsys):
     roles(monkeypatch, learner=f"open('metrics.jsonl', 'a').write({second!r} + '\\n')")
     assert launch(wanted, ["learner.lr=1e-3"], resume=True) == 0
     out = capsys.readouterr().out
-    assert f"run folder {folder} " in out
+    assert f"going on with {folder}, which is trained up to step 1\nrun folder {folder} " in out
     assert "step 2/2  reward 0.200" in out
     assert "step 1/2" not in out
     assert json.loads((folder / "summary.json").read_text())["steps"] == 2
@@ -156,6 +160,21 @@ def test_a_finished_run_says_so_and_goes_on_when_it_shall_be_longer(wanted, monk
     assert (folder / "summary.json").read_text() == summary
     assert (folder / "report.html").exists()
     assert launch(wanted, ["run.steps=3"], resume=True) == 1
+
+
+def test_a_launch_that_failed_at_once_is_not_what_goes_on(wanted, monkeypatch, capsys):
+    roles(monkeypatch, learner=learner(1))
+    assert launch(wanted) == 1
+    stopped_run(steps=1)
+    roles(monkeypatch, queue=f"open('queue.db', 'w').close()\n{FOREVER}", actor="raise SystemExit(1)")
+    assert launch(wanted) == 1
+    capsys.readouterr()
+    second = json.dumps({"step": 2, "time": 2000.0, "reward_mean": 0.2, "group_ids": ["2:0"]})
+    roles(monkeypatch, learner=f"open('metrics.jsonl', 'a').write({second!r} + '\\n')")
+    assert launch(wanted, resume=True) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("passed over runs/toy-2: ")
+    assert "going on with runs/toy, which is trained up to step 1\nrun folder runs/toy " in out
 
 
 def test_nothing_to_resume(wanted, monkeypatch):

@@ -7,7 +7,10 @@ import pytest
 from lachesis_configs.load import ConfigError
 from lachesis_configs.schema import Config
 from lachesis_deploy.folder import locked, write_config
-from lachesis_deploy.resume import check_resumable, folder_to_resume, not_evaluated, nothing_left
+from lachesis_deploy.resume import check_resumable, not_evaluated, nothing_left, run_to_resume
+from lachesis_transport.event_log import EventLog
+from lachesis_transport.sqlite_store import SqliteStore
+from lachesis_transport.store import Writing
 
 
 def config(folder, **sections):
@@ -22,26 +25,89 @@ def run_folder(path):
     return path
 
 
+def trained(folder, *, steps):
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {n + 1}}}\n' for n in range(steps)))
+
+
+def resumed(wanted, path="toy.yaml"):
+    """Folder, what it holds, and the folders that were passed over."""
+    found = run_to_resume(config(wanted), path)
+    return found.folder.name, found.holds, [line.split(":")[0].split("/")[-1] for line in found.passed_over]
+
+
 def test_the_newest_run_goes_on(tmp_path):
     wanted = tmp_path / "toy"
     with pytest.raises(ConfigError, match=r"toy is not there, expected the folder of a run; without --resume"):
-        folder_to_resume(config(wanted), "toy.yaml")
+        run_to_resume(config(wanted), "toy.yaml")
     wanted.mkdir()
     with pytest.raises(ConfigError, match=r"toy holds no queue\.db, expected"):
-        folder_to_resume(config(wanted), "toy.yaml")
+        run_to_resume(config(wanted), "toy.yaml")
+    assert not any(wanted.iterdir())
     (wanted / "queue.db").touch()
-    assert folder_to_resume(config(wanted), "toy.yaml") == wanted
+    assert resumed(wanted) == ("toy", None, [])
+    trained(wanted, steps=3)
+    assert resumed(wanted) == ("toy", "is trained up to step 3", [])
+    trained(run_folder(tmp_path / "toy-2"), steps=1)
+    assert resumed(wanted) == ("toy-2", "is trained up to step 1", [])
+
+
+def test_launches_that_got_nowhere_are_passed_over(tmp_path):
+    wanted = run_folder(tmp_path / "toy")
+    trained(wanted, steps=3)
+    run_folder(tmp_path / "toy-2")
+    (tmp_path / "toy-3").mkdir()
+    found = run_to_resume(config(wanted), "toy.yaml")
+    assert (found.folder, found.passed_over) == (
+        wanted,
+        (
+            f"passed over {tmp_path}/toy-3: it holds no queue.db",
+            f"passed over {tmp_path}/toy-2: nothing was trained in it",
+        ),
+    )
+    (wanted / "metrics.jsonl").unlink()  # now all are alike, and the newest with a queue goes on
+    assert resumed(wanted) == ("toy-2", None, ["toy-3"])
+
+
+@pytest.mark.trio
+async def test_a_checkpoint_or_groups_are_something_to_go_on_from(tmp_path):
+    wanted = run_folder(tmp_path / "toy")
+    trained(wanted, steps=3)
+    second = tmp_path / "toy-2"
+    second.mkdir()
+    store = SqliteStore(second / "queue.db", EventLog(second / "events.jsonl"))
+    try:
+        assert resumed(wanted) == ("toy", "is trained up to step 3", ["toy-2"])
+        await store.save(Writing(contents={"1:0": b"group"}))
+    finally:
+        await store.close()
+    assert resumed(wanted) == ("toy-2", "has groups to train (1)", [])
+    third = run_folder(tmp_path / "toy-3")
+    (third / "checkpoints" / ".00000004.part").mkdir(parents=True)
+    assert resumed(wanted)[0] == "toy-2"
+    (third / "checkpoints" / "00000004").mkdir()
+    (third / "checkpoints" / "00000004" / "record.json").touch()
+    assert resumed(wanted) == ("toy-3", "has a checkpoint", [])
+
+
+def test_no_older_run_takes_the_place_of_one_that_was_trained_or_runs(tmp_path):
+    wanted = run_folder(tmp_path / "toy")
+    trained(wanted, steps=3)
     second = run_folder(tmp_path / "toy-2")
-    assert folder_to_resume(config(wanted), "toy.yaml") == second
-    (tmp_path / "toy-3").mkdir()  # a launch that never got as far as a queue
-    assert folder_to_resume(config(wanted), "toy.yaml") == second
+    with locked(second), pytest.raises(ConfigError, match=r"toy-2: another launch runs in it"):
+        run_to_resume(config(wanted), "toy.yaml")
+    trained(second, steps=2)
+    (second / "queue.db").unlink()
+    with pytest.raises(
+        ConfigError, match=r"toy-2/queue\.db is missing though .*toy-2 is trained up to step 2, .*OLDER/config"
+    ):
+        run_to_resume(config(wanted), "toy.yaml")
 
 
 def test_the_configuration_in_a_run_folder_means_the_run_there(tmp_path):
     wanted = run_folder(tmp_path / "toy")
-    run_folder(tmp_path / "toy-2")
+    trained(run_folder(tmp_path / "toy-2"), steps=1)
     path = write_config(config(wanted), wanted)
-    assert folder_to_resume(config(wanted), str(path)) == wanted
+    assert resumed(wanted, str(path)) == ("toy", None, [])
 
 
 def test_only_what_means_nothing_to_queue_and_checkpoints_may_change(tmp_path):
