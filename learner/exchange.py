@@ -211,6 +211,7 @@ class Exchange(TrioThread):
             removed=report.removed,
             channel=report.channel,
             checksum=report.checksum,
+            unkept=report.unkept,
             messages_refused=report.messages_refused,
         )
         return report

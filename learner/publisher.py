@@ -31,6 +31,7 @@ import zmq
 
 from lachesis_configs.addresses import host_of, on_loopback
 from lachesis_learner.broadcaster import Broadcaster
+from lachesis_learner.log_writer import LogWriter
 from lachesis_learner.member_links import MemberLinks
 from lachesis_learner.shards import NonFiniteWeights, Shard, ShardBlob, ShardEncoder
 from lachesis_transport.keys import Keys
@@ -75,6 +76,8 @@ class PublishReport:
     """Actors that staged this version."""
     removed: dict[str, str]
     """Actors that were removed during this publication, and why."""
+    unkept: int
+    """Versions published since the one that the disk holds, this one included unless it's there already; 0 without."""
     messages_refused: int
     """Since the publisher began: what strangers and members said that it didn't understand."""
     channel: str
@@ -125,8 +128,6 @@ class Publisher:
         self._channel = channel
         self._deadline_seconds = deadline_seconds
         self._log = VersionLog(layout, lease_seconds=deadline_seconds, kept=kept)
-        self._files = files
-        self._mirror_in_use = trio.Lock()
         self._membership = Membership(deadline_seconds=deadline_seconds, first=secrets.randbits(60))
         self._links = MemberLinks(
             layout=layout,
@@ -143,7 +144,7 @@ class Publisher:
         )
         self._changed = trio.Event()
         self._fold_soon = trio.Event()
-        self._write_soon = trio.Event()
+        self._writer = None if files is None else LogWriter(files, self._log, on_release=lambda: self._fold_soon.set())
         self._socket: Socket | None = None
 
     @property
@@ -173,13 +174,15 @@ class Publisher:
         ):
             self._socket = socket
             nursery.start_soon(self._fold_when_possible)
-            if self._files is not None:
-                nursery.start_soon(self._write_files, self._files)
+            if self._writer is not None:
+                nursery.start_soon(self._writer.run)
             task_status.started()
             try:
                 await self._links.serve(socket)
             finally:
                 self._broadcaster.leave()
+                if self._writer is not None:
+                    await self._writer.close()
 
     async def publish(self, *, version: int, parent: int | None, blobs: Sequence[bytes | memoryview]) -> PublishReport:
         """Publish one version made of one blob (ShardBlob.to_wire) a rank, in rank order.
@@ -205,7 +208,8 @@ class Publisher:
         )
         self._log.append(entry)
         round_ = self._membership.begin(version, now=began, everyone=anchor)
-        self._write_soon.set()
+        if self._writer is not None:
+            self._writer.published()
         channel: str = "none" if not round_.waiting else "stream" if anchor else self._channel
         if channel == "collective" and not self._membership.collective:
             channel = "stream"
@@ -236,6 +240,7 @@ class Publisher:
             seconds=trio.current_time() - began,
             members=tuple(round_.staged),
             removed=dict(round_.removed),
+            unkept=0 if self._writer is None else self._writer.unkept,
             messages_refused=self._links.refused,
             channel=channel,
         )
@@ -289,26 +294,8 @@ class Publisher:
         while True:
             await self._fold_soon.wait()
             self._fold_soon = trio.Event()
-            async with self._mirror_in_use:
-                if entries := self._log.begin_fold(now=trio.current_time()):
-                    await trio.to_thread.run_sync(self._log.fold, entries)
-                    self._log.end_fold(entries)
-                    self._write_soon.set()
-
-    async def _write_files(self, files: LogFiles) -> None:
-        """Bring what is on disk up to what is published, as soon as may be."""
-        while True:
-            await self._write_soon.wait()
-            self._write_soon = trio.Event()
-            try:
-                while (entry := files.next(self._log)) is not None:
-                    if entry.parent is not None:
-                        await trio.to_thread.run_sync(files.write, entry, self._log.mirror)
-                        continue
-                    async with self._mirror_in_use:
-                        entry = files.next(self._log)
-                        if entry is not None:
-                            await trio.to_thread.run_sync(files.write, entry, self._log.mirror)
-            except OSError as error:
-                # Actors are served from memory: without the files a restart costs an anchor, no more.
-                log.warning("version %s is not kept on disk: %s", self._log.newest and self._log.newest.version, error)
+            if entries := self._log.begin_fold(now=trio.current_time()):
+                await trio.to_thread.run_sync(self._log.fold, entries)
+                self._log.end_fold(entries)
+                if self._writer is not None:
+                    self._writer.folded()

@@ -109,6 +109,7 @@ async def test_the_queue_knows_a_version_before_any_member_has_it():
             calls.append(("members", version, parent, blobs))
             return SimpleNamespace(
                 removed={},
+                unkept=0,
                 messages_refused=0,
                 bytes=1,
                 full_bytes=2,

@@ -21,6 +21,7 @@ from model import Learner
 from lachesis_actors.weight_client import follow_weights
 from lachesis_learner.publisher import Publisher
 from lachesis_transport.keys import Keys
+from lachesis_transport.weights.log_files import LogFiles
 from lachesis_transport.weights.mirror import Mirror
 
 MEMBER = Path(__file__).with_name("member_process.py")
@@ -35,6 +36,7 @@ async def serving(
     address: str = "tcp://127.0.0.1:0",
     keys: Keys | None = None,
     trusted_network: bool = False,
+    files: LogFiles | None = None,
 ) -> AsyncIterator[Publisher]:
     publisher = Publisher(
         address=address,
@@ -43,6 +45,7 @@ async def serving(
         layout=learner.layout,
         channel=channel,  # type: ignore[arg-type]
         deadline_seconds=deadline,
+        files=files,
     )
     async with trio.open_nursery() as nursery:
         await nursery.start(publisher.serve)

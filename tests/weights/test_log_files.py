@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,31 @@ def test_a_writer_that_fell_behind_starts_from_an_anchor(tmp_path: Path) -> None
     kept = LogFiles(tmp_path, LAYOUT).restore(shards=2)
     assert kept is not None
     np.testing.assert_array_equal(kept.mirror.bits, history.weights[19])
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 99])
+def test_an_anchor_whose_mirror_is_taken_away_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    history = History()
+    files, log = run(tmp_path, history, range(2))
+    before = names(tmp_path)
+    size = 2 * LAYOUT.total
+    monkeypatch.setattr(log_files, "PIECE_BYTES", -(-size // pieces))
+    asked = 0
+
+    def until_the_last_piece() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked < pieces
+
+    assert log.base is not None
+    anchor = replace(log.base, parent=None, payload=b"")
+    assert not files.write(anchor, log.mirror, held=until_the_last_piece)
+    assert asked == pieces
+    assert (names(tmp_path), files.head) == (before, 1)
+    assert files.write(anchor, log.mirror)
+    assert names(tmp_path) == ["00000001.anchor", "00000001.delta"]
 
 
 def test_what_could_not_be_written_leaves_no_room_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,28 @@ def follow(log: VersionLog, mirror: Mirror, steps: Sequence[Step], *, size: int 
         else:
             mirror.apply(total, sizes=step.sizes)
         assert mirror.checksum(shards=step.shards) == step.checksum
+
+
+def test_who_reads_the_mirror_itself_holds_it_like_any_reader() -> None:
+    history, log = History(), VersionLog(LAYOUT, limit=4)
+    assert not log.pin("disk", until=math.inf)
+    log.append(history.entry(0))
+    entries = log.begin_fold(now=0.0)
+    assert not log.pin("disk", until=math.inf)
+    log.fold(entries)
+    log.end_fold(entries)
+    assert log.pin("disk", until=math.inf)
+    for version in (1, 2):
+        log.append(history.entry(version))
+        assert not fold(log, now=1e9)
+    assert log.pinned("disk")
+    log.append(history.entry(3))  # more than half of what the log keeps waits
+    assert fold(log, now=1e9)
+    assert not log.pinned("disk")
+    assert log.pin("disk", until=math.inf)
+    log.append(history.entry(4))
+    log.release("disk")
+    assert fold(log, now=1e9)
 
 
 def test_shard_ranges_cover_each_element_once() -> None:

@@ -16,7 +16,7 @@ them follow the anchor, a newer anchor takes its place.
     kept = files.restore(shards=ranks)          # None: nothing to go on from
     log = VersionLog(layout, kept=kept)
     while entry := files.next(log):             # after each append and each fold
-        files.write(entry, log.mirror)          # blocking; for an anchor nothing may fold meanwhile
+        files.write(entry, log.mirror)          # blocking
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,12 +42,17 @@ FOLDER = "weights"
 MAGIC = b"lachesis weights\n"
 DIGEST_BYTES = 16
 MAX_HEADER_BYTES = 1 << 20
+PIECE_BYTES = 16 << 20
 EVERY = 64
 """Deltas after which the anchor is renewed: applying them is what a restart takes."""
 
 
 class DamagedFile(ValueError):
     """A file is not what was written; the text names it."""
+
+
+class _Overtaken(Exception):
+    """The mirror is not what the anchor was to hold any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +134,12 @@ class LogFiles:
             return replace(base, parent=None, payload=b"")
         return None
 
-    def write(self, entry: Entry, mirror: Mirror) -> None:
-        """Keep what `next` asked for, durably, and remove what is not needed any more. Blocking. Raises OSError."""
+    def write(self, entry: Entry, mirror: Mirror, *, held: Callable[[], bool] = lambda: True) -> bool:
+        """Keep what `next` asked for, durably, and remove what is not needed any more. Blocking. Raises OSError.
+
+        The mirror, of which an anchor is made, may change meanwhile when `held` says False from before that on: then
+        nothing is kept, and the answer is False.
+        """
         anchor = entry.parent is None
         content = mirror.bits.view("u1").data if anchor else memoryview(entry.payload)
         path = self._folder / f"{entry.version:08d}.{'anchor' if anchor else 'delta'}"
@@ -152,10 +161,16 @@ class LogFiles:
         try:
             with part.open("wb") as file:
                 file.write(head)
-                file.write(content)
+                for start in range(0, len(content), PIECE_BYTES):
+                    file.write(content[start : start + PIECE_BYTES])
+                    if anchor and not held():
+                        raise _Overtaken
                 file.flush()
                 os.fsync(file.fileno())
             part.rename(path)
+        except _Overtaken:
+            part.unlink()
+            return False
         except OSError:
             part.unlink(missing_ok=True)  # a full disk shall not be kept full
             raise
@@ -172,6 +187,7 @@ class LogFiles:
         else:
             self._deltas.append(written)
         self._remove([*unused, *self._surplus()])
+        return True
 
     def _room(self, size: int) -> bool:
         """Whether one more delta fits behind the anchor."""

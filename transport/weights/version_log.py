@@ -259,6 +259,17 @@ class VersionLog:
                 return memoryview(entry.payload)[offset : offset + size]
         return None
 
+    def pin(self, reader: str, *, until: float) -> bool:
+        """Keep the mirror as it is for one who reads `mirror` itself, as `plan` does; False while it can't be."""
+        if self._folding or self._base is None:
+            return False
+        self._pins[reader] = until
+        return True
+
+    def pinned(self, reader: str) -> bool:
+        """Whether nothing was folded since the reader pinned the mirror. May be called from any thread."""
+        return reader in self._pins
+
     def release(self, reader: str) -> None:
         """The reader is done with the mirror."""
         self._pins.pop(reader, None)
