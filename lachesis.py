@@ -172,10 +172,13 @@ def _look_at_queue(options: argparse.Namespace) -> int:
 
 
 def _learner(options: argparse.Namespace) -> int:
+    from lachesis_configs.devices import check_learner_devices
     from lachesis_learner.learner import run_learner
     from lachesis_transport.client import QueueError
 
     config, folder = _role(options)
+    if not options.rank:
+        check_learner_devices(config)
     try:
         return run_learner(config, folder, rank=options.rank, replay=options.replay)
     except QueueError as error:  # another learner took over, say
@@ -185,9 +188,11 @@ def _learner(options: argparse.Namespace) -> int:
 
 def _actor(options: argparse.Namespace) -> int:
     from lachesis_actors.actor import run_actor
+    from lachesis_configs.devices import check_actor_devices
 
     start_logging(f"actor-{options.index}")
     config, folder = _role(options)
+    check_actor_devices(config)
     return _until_done(run_actor, config, folder, options.index)
 
 

@@ -24,29 +24,29 @@ REQUESTS_AT_ONCE = 1 << 16
 REQUEST_SECONDS = 1200
 
 
-def load_environment(path: str) -> type[BaseEnv]:
+def load_environment(path: str, *, key: str) -> type[BaseEnv]:
     """The BaseEnv subclass that `path` names: a built-in, FILE.py with one such class, or FILE.py:Class.
 
-    Raises ConfigError when there is no such file or class, or more than one class to choose from. Whatever the file
-    itself raises on import is raised.
+    Raises ConfigError, naming `key`, when there is no such file or class, or more than one class to choose from.
+    Whatever the file itself raises on import is raised.
     """
     if path in BUILT_IN:
         module = importlib.import_module(BUILT_IN[path])
-        return _only_class(module, path)
+        return _only_class(module, path, key)
     file, _, name = path.partition(":")
     if not file.endswith(".py"):
         near = difflib.get_close_matches(path, BUILT_IN, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         expected = f"one of {', '.join(BUILT_IN)}, FILE.py or FILE.py:Class"
-        raise ConfigError([f"environments.N.path: value {path!r}, expected {expected}{hint}"])
+        raise ConfigError([f"{key}: value {path!r}, expected {expected}{hint}"])
     if not Path(file).is_file():
-        raise ConfigError([f"environments.N.path: value {path!r}, expected a file that exists"])
+        raise ConfigError([f"{key}: value {path!r}, expected a file that exists"])
     module = _import_file(Path(file).resolve())
     if not name:
-        return _only_class(module, path)
+        return _only_class(module, path, key)
     found = getattr(module, name, None)
     if not (inspect.isclass(found) and issubclass(found, BaseEnv)):
-        raise ConfigError([f"environments.N.path: value {path!r}, expected the name of a BaseEnv subclass in the file"])
+        raise ConfigError([f"{key}: value {path!r}, expected the name of a BaseEnv subclass in the file"])
     return found
 
 
@@ -60,22 +60,7 @@ def make_environment(
     evaluations) start at `folder`. Raises ConfigError for options that the class does not
     have, that do not fit, or that Lachesis decides.
     """
-    default = kind.config_init()[0]
-    decided = _decided(environment, config, url=url, model=model)
-    key = f"environments.{config.environments.index(environment)}.options"
-    lines = [_unknown(key, name, value, default, decided) for name, value in environment.options.items()]
-    if any(lines):
-        raise ConfigError([line for line in lines if line])
-    values = {**default.model_dump(), **environment.options, **decided}
-    if "seed" in type(default).model_fields and "seed" not in environment.options:
-        values["seed"] = seed
-    for name in ("data_dir_to_save_evals", "data_path_to_save_groups"):
-        if values[name] is not None:
-            values[name] = str(folder / values[name])
-    try:
-        own = type(default)(**values)
-    except ValidationError as error:
-        raise ConfigError([_invalid(key, e) for e in error.errors()]) from None
+    own = _own_config(kind, environment, config, url=url, model=model, seed=seed, folder=folder)
     # A list, because a single config makes Atropos's client ignore base_url and look on ports of its own choice. The
     # type vllm serves what openai does, and tokens with log-probs besides.
     server = APIServerConfig(
@@ -92,9 +77,40 @@ def make_environment(
     try:
         return kind(config=own, server_configs=[server], slurm=False, testing=False)
     except ValueError as error:
-        if str(error).partition(":")[0] not in type(default).model_fields:
+        if str(error).partition(":")[0] not in type(own).model_fields:
             raise
-        raise ConfigError([f"{key}.{error}"]) from error
+        raise ConfigError([f"{_key(environment, config)}.{error}"]) from error
+
+
+def check_options(kind: type[BaseEnv], environment: Environment, config: Config) -> None:
+    """Raises ConfigError as `make_environment` does for options, as far as their names and values tell."""
+    nowhere = "http://127.0.0.1:1"
+    _own_config(kind, environment, config, url=nowhere, model=Path(config.model.path), seed=0, folder=Path())
+
+
+def _own_config(
+    kind: type[BaseEnv], environment: Environment, config: Config, *, url: str, model: Path, seed: int, folder: Path
+) -> BaseEnvConfig:
+    default = kind.config_init()[0]
+    decided = _decided(environment, config, url=url, model=model)
+    key = _key(environment, config)
+    lines = [_unknown(key, name, value, default, decided) for name, value in environment.options.items()]
+    if any(lines):
+        raise ConfigError([line for line in lines if line])
+    values = {**default.model_dump(), **environment.options, **decided}
+    if "seed" in type(default).model_fields and "seed" not in environment.options:
+        values["seed"] = seed
+    for name in ("data_dir_to_save_evals", "data_path_to_save_groups"):
+        if values[name] is not None:
+            values[name] = str(folder / values[name])
+    try:
+        return type(default)(**values)
+    except ValidationError as error:
+        raise ConfigError([_invalid(key, e) for e in error.errors()]) from None
+
+
+def _key(environment: Environment, config: Config) -> str:
+    return f"environments.{config.environments.index(environment)}.options"
 
 
 def _decided(environment: Environment, config: Config, *, url: str, model: Path) -> dict[str, Any]:
@@ -157,7 +173,7 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def _only_class(module: ModuleType, path: str) -> type[BaseEnv]:
+def _only_class(module: ModuleType, path: str, key: str) -> type[BaseEnv]:
     own = [
         c
         for c in vars(module).values()
@@ -167,4 +183,4 @@ def _only_class(module: ModuleType, path: str) -> type[BaseEnv]:
     if len(leaves) == 1:
         return leaves[0]
     names = ", ".join(c.__name__ for c in leaves) or "none"
-    raise ConfigError([f"environments.N.path: value {path!r}, expected a file with one BaseEnv subclass; has {names}"])
+    raise ConfigError([f"{key}: value {path!r}, expected a file with one BaseEnv subclass; has {names}"])

@@ -25,7 +25,7 @@ import numpy as np
 from atroposlib.envs.base import BaseEnv
 
 from lachesis_actors.environment_items import EnvironmentItems
-from lachesis_actors.environment_loading import load_environment, make_environment
+from lachesis_actors.environment_loading import check_options, load_environment, make_environment
 from lachesis_actors.environment_routes import ActorGone, ActorRefused, ActorRoutes
 from lachesis_actors.environment_shims import lists_from_chat_templates, stamp_requests
 from lachesis_configs.models import resolve_model
@@ -103,14 +103,15 @@ async def _until_stopped(config: Config, environment: Environment, url: str, fol
 
 
 async def _run(config: Config, environment: Environment, url: str, folder: Path) -> None:
+    # Whatever the environment shuffles while it is made and set up comes out the same in every actor.
+    seed = _seed(f"{config.run.seed}/{environment.name}")
+    _seed_globally(seed)
+    lists_from_chat_templates()
+    stamp_requests(url, request_headers)
+    kind = load_environment(environment.path, key=f"environments.{config.environments.index(environment)}.path")
+    check_options(kind, environment, config)
     async with ActorRoutes(url) as routes:
         actor = await _served(routes)
-        # Whatever the environment shuffles while it is made and set up comes out the same in every actor.
-        seed = _seed(f"{config.run.seed}/{environment.name}")
-        _seed_globally(seed)
-        lists_from_chat_templates()
-        stamp_requests(url, request_headers)
-        kind = load_environment(environment.path)
         model = resolve_model(config.model.path)
         env = make_environment(kind, environment, config, url=url, model=model, seed=seed, folder=folder)
         own_seed = _seed(f"{config.run.seed}/{environment.name}/{actor}")

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import trio
 
+from lachesis_actors.environment_check import check_environments
 from lachesis_actors.environments import BUILT_IN
+from lachesis_configs.devices import check_actor_devices, check_learner_devices
 from lachesis_configs.load import ConfigError, load_config
 from lachesis_configs.models import resolve_model
 from lachesis_configs.schema import Config
@@ -225,4 +227,7 @@ def _checked(config: Config) -> Path:
         if environment.path not in BUILT_IN and not Path(file).is_file():
             expected = f"one of {', '.join(BUILT_IN)} or a file that exists"
             raise ConfigError([f"environments.{i}.path: value {environment.path!r}, expected {expected}"])
+    check_learner_devices(config)
+    check_actor_devices(config)
+    check_environments(config)
     return resolve_model(config.model.path)

@@ -203,3 +203,14 @@ def test_the_index_of_an_actor_is_a_whole_number(capsys):
     with pytest.raises(SystemExit):
         lachesis.main(["actor", "config.yaml", "--index", "-1"])
     assert "--index: value '-1', expected a whole number of 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["learner", "actor"])
+def test_a_role_whose_devices_are_not_there_ends_at_once(config, verb, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for module, name in (("lachesis_learner.learner", "run_learner"), ("lachesis_actors.actor", "run_actor")):
+        stand_in = type(sys)(module)
+        setattr(stand_in, name, None)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    assert lachesis.main([verb, config, f"{verb}.gpus=[1000]"]) == 2
+    assert capsys.readouterr().err.startswith(f"lachesis {verb}: {verb}.gpus: value [1000], expected n")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lachesis_actors.environments.epochs import Epochs
 from lachesis_actors.environments.single_turn import Answer, SingleTurnConfig, SingleTurnEnv, Verdict
@@ -37,6 +37,14 @@ class Gsm8kConfig(SingleTurnConfig):
         default=0.0, ge=0, description="Further reward of an answer that ended by itself and marks its final number."
     )
     eval_problems: int = Field(default=200, ge=0, description="First problems of the test split to evaluate; 0: all.")
+
+    @field_validator("data")
+    @classmethod
+    def _has_the_files(cls, value: str) -> str:
+        for name in ("train.jsonl", "test.jsonl"):
+            if not (Path(value).expanduser() / name).is_file():
+                raise ValueError(f"a folder with GSM8K's train.jsonl and test.jsonl; it has no {name}")
+        return value
 
 
 def marked_number(text: str) -> float | None:

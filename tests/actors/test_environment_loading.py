@@ -11,6 +11,7 @@ from lachesis_actors.environments.single_turn import Answer
 from lachesis_configs.load import ConfigError
 from lachesis_configs.schema import Config
 
+KEY = "environments.2.path"
 HEAD = """
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 
@@ -33,25 +34,25 @@ def write(tmp_path, request):
 
 def message(path: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_environment(path)
+        load_environment(path, key=KEY)
     return str(caught.value)
 
 
 def test_built_in_names():
-    assert load_environment("arithmetic").__name__ == "Arithmetic"
-    assert load_environment("gsm8k").__name__ == "Gsm8k"
+    assert load_environment("arithmetic", key=KEY).__name__ == "Arithmetic"
+    assert load_environment("gsm8k", key=KEY).__name__ == "Gsm8k"
 
 
 def test_a_file_with_one_class_that_is_no_base_of_another(write):
     path = write("class Mine(Base): ...")
-    assert load_environment(path).__name__ == "Mine"
-    assert load_environment(f"{path}:Base").__name__ == "Base"
+    assert load_environment(path, key=KEY).__name__ == "Mine"
+    assert load_environment(f"{path}:Base", key=KEY).__name__ == "Base"
 
 
 def test_a_file_may_import_its_neighbours(write, tmp_path):
     (tmp_path / "neighbour_of_mine.py").write_text("WORD = 'spindle'")
     path = write("from neighbour_of_mine import WORD\nclass Mine(Base):\n    word = WORD")
-    assert load_environment(path).word == "spindle"
+    assert load_environment(path, key=KEY).word == "spindle"
 
 
 def test_the_example_in_the_docs(tiny_model, tmp_path):
@@ -69,14 +70,14 @@ def test_the_example_in_the_docs(tiny_model, tmp_path):
 def test_what_is_no_environment(write, tmp_path):
     two = write("class One(Base): ...\nclass Two(Base): ...")
     assert message(two) == (
-        f"environments.N.path: value {two!r}, expected a file with one BaseEnv subclass; has One, Two"
+        f"environments.2.path: value {two!r}, expected a file with one BaseEnv subclass; has One, Two"
     )
-    assert load_environment(f"{two}:Two").__name__ == "Two"
+    assert load_environment(f"{two}:Two", key=KEY).__name__ == "Two"
     assert message(f"{two}:Three").endswith("expected the name of a BaseEnv subclass in the file")
     assert message(f"{two}:BaseEnvConfig").endswith("expected the name of a BaseEnv subclass in the file")
     assert message(str(tmp_path / "none.py")).endswith("expected a file that exists")
     assert message("arithmetics") == (
-        "environments.N.path: value 'arithmetics', expected one of arithmetic, gsm8k, FILE.py or FILE.py:Class; "
+        "environments.2.path: value 'arithmetics', expected one of arithmetic, gsm8k, FILE.py or FILE.py:Class; "
         "did you mean arithmetic?"
     )
     empty = tmp_path / "empty.py"
@@ -93,7 +94,7 @@ def make(path, model, tmp_path, **environment):
             "environments": [{"path": path, "name": "x", "workers": 2, "group_size": 6, **environment}],
         }
     )
-    kind = load_environment(path)
+    kind = load_environment(path, key=KEY)
     return make_environment(
         kind,
         config.environments[0],
@@ -134,6 +135,12 @@ def test_gsm8k_without_its_files_names_the_option(tiny_model, tmp_path):
     with pytest.raises(ConfigError) as caught:
         make("gsm8k", tiny_model, tmp_path, options={"data": str(tmp_path / "none")})
     assert caught.value.lines == (
-        f"environments.0.options.data: value '{tmp_path / 'none'}' has no train.jsonl, expected a folder with GSM8K's "
-        "files",
+        f"environments.0.options.data: value '{tmp_path / 'none'}', expected a folder with GSM8K's train.jsonl and "
+        "test.jsonl; it has no train.jsonl",
     )
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    with pytest.raises(
+        ConfigError, match=r"environments\.0\.options\.data: .*train\.jsonl, line 1: expected an object"
+    ):
+        make("gsm8k", tiny_model, tmp_path, options={"data": str(tmp_path)})

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lachesis_actors.environment_check import check_environments
 from lachesis_configs.load import ConfigError
 from lachesis_configs.schema import Config
 from lachesis_deploy import launch as launching
@@ -24,6 +25,7 @@ def wanted(tmp_path, monkeypatch):
     """A configuration file for a run of two steps in tmp_path/runs/toy, with a model that needs no conversion."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launching, "resolve_model", lambda name: tmp_path / "model")
+    monkeypatch.setattr(launching, "check_environments", lambda config: None)
     path = tmp_path / "toy.yaml"
     sections = {
         "run": {"name": "toy", "steps": 2},
@@ -229,3 +231,20 @@ def test_an_environment_that_is_not_there(wanted):
         ConfigError, match=r"environments\.0\.path: value 'nofile\.py', expected one of arithmetic, gsm8k"
     ):
         launch(wanted, ["environments.0.path=nofile.py"])
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("environments.0.options.max_valeu=3", "environments.0.options.max_valeu: value 3, unknown key, did you mean"),
+        ("learner.gpus=[1000]", "learner.gpus: value [1000], expected n"),
+        ("actor.gpus=[1000]", "actor.gpus: value [1000], expected n"),
+    ],
+)
+def test_what_this_node_cannot_run_is_found_before_anything_starts(wanted, monkeypatch, override, line):
+    monkeypatch.setattr(launching, "check_environments", check_environments)
+    roles(monkeypatch, learner=learner(2))
+    with pytest.raises(ConfigError) as caught:
+        launch(wanted, [override])
+    assert caught.value.lines[0].startswith(line)
+    assert not Path("runs").exists()
