@@ -20,7 +20,7 @@ import zstandard
 from lachesis_bench.figures import Figure, Length
 from lachesis_configs.models import resolve_model
 from lachesis_learner.shards import Shard, ShardEncoder
-from lachesis_transport.weights.codec import DeltaWriter, FineBound, blocks
+from lachesis_transport.weights.codec import DeltaWriter, blocks, fine_bound, stretches
 from lachesis_transport.weights.mirror import Mirror
 
 DENSITIES = (0.001, 0.01, 0.025, 0.06, 0.14, 0.3, 0.6)
@@ -69,18 +69,21 @@ def recorded() -> dict[str, Slices]:
 
 
 def recorded_share(rate: str, slices: Slices) -> Figure:
-    """The size of one recorded delta against its floor, as of a writer that has learned from one like it."""
+    """The size of one recorded delta against its floor."""
     floor = sum(floor_bytes(before, after) for before, after in slices.values())
-    fine = FineBound()
-    for _ in range(2):
-        writer = DeltaWriter(blocks=sum(1 for before, _ in slices.values() for _ in blocks(len(before))), fine=fine)
-        for before, after in slices.values():
-            base = before.copy()
-            for start, stop in blocks(len(base)):
-                writer.add(base[start:stop], after[start:stop])
-        payload = writer.finish()
-        fine.learn()
+    payload = recorded_payload(slices)
     return _share(f"recorded_lr{rate}", payload, floor, of=", slices of a real step's delta")
+
+
+def recorded_payload(slices: Slices) -> bytes:
+    """The delta of such slices, end to end."""
+    before, after = (np.concatenate(parts) for parts in zip(*slices.values(), strict=True))
+    bound = fine_bound((before[a:b], after[a:b]) for a, b in stretches(0, len(before), total=len(before)))
+    cuts = list(blocks(len(before)))
+    writer = DeltaWriter(blocks=len(cuts), fine=bound)
+    for start, stop in cuts:
+        writer.add(before[start:stop], after[start:stop])
+    return writer.finish()
 
 
 def _share(what: str, payload: bytes | memoryview, floor: float, *, of: str = "") -> Figure:

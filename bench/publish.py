@@ -113,15 +113,10 @@ def memory(size: str, members: int) -> int:
 
 def trained_bytes(rate: str, steps: int) -> list[Figure]:
     """All weights to the deltas of so many consecutive steps of SmolLM2-135M, which are trained here (a second or two
-    each, and half a minute before); and the share of its matrices that a step leaves as they are.
-
-    One delta more goes before, as at a run's start: from each the encoder learns for the next.
-    """
+    each, and half a minute before); and the share of its matrices that a step leaves as they are."""
     from lachesis_bench.record_deltas import Training
 
     training = Training()
-    training.step(float(rate))
-    training.encoder.encode()
     ratios, unchanged = [], []
     for _ in range(steps):
         before = {name: weight.detach().clone() for name, weight in training.live.items() if weight.ndim == 2}

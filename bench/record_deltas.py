@@ -77,12 +77,10 @@ def record(rate: str) -> dict[str, bytes]:
     training.step(float(rate))
     after = {name: _bits(weight) for name, weight in live.items()}
     blob = training.encoder.encode()
-    training.step(float(rate))
-    second = training.encoder.encode()
     floor = sum(floor_bytes(before[name], after[name]) for name in live)
     print(f"lr {rate}: {blob.changed / blob.total:.4%} of {blob.total:,} weights changed", flush=True)
     print(f"    {2 * blob.total / floor:.0f} times fewer bytes than all weights at the floor,", flush=True)
-    print(f"    {2 * second.total / len(second.payload):.0f} times in the next step's delta", flush=True)
+    print(f"    {2 * blob.total / len(blob.payload):.0f} times in the delta", flush=True)
     kept = {}
     layers = sorted({int(n.split(".")[2]) for n in live if n.startswith("model.layers.")})
     chosen = {f"model.layers.{layers[i]}." for i in (0, len(layers) // 2, -1)}

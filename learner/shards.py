@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ import xxhash
 from lachesis_learner.device_baseline import Bits, DeviceBaseline, WholeBits
 from lachesis_transport.messages import MessageError, pack, take, unpack
 from lachesis_transport.weights.checksum import DIGEST_BYTES, shard_digests
-from lachesis_transport.weights.codec import DeltaWriter, FineBound, NonFiniteBits, blocks, first_non_finite
+from lachesis_transport.weights.codec import DeltaWriter, NonFiniteBits, blocks, fine_bound, first_non_finite, stretches
 from lachesis_transport.weights.layout import Layout, shard_range
 
 
@@ -119,7 +119,6 @@ class ShardEncoder:
         self._on_device = [s.flat.device.type != "cpu" if on_device is None else on_device for s in self._shards]
         self._baseline: np.ndarray | None = None
         self._device_baselines: list[DeviceBaseline | None] = []
-        self._fine = FineBound()
         ends = np.cumsum([0, *(len(s.flat) for s in self._shards)], dtype=np.int64).tolist()
         self._ranges = list(pairwise(ends))
 
@@ -129,9 +128,8 @@ class ShardEncoder:
         Args:
             bits: uint16, this rank's part of every tensor (the bits of bf16), end to end in layout order. Copied.
         """
-        total = sum(len(s.flat) for s in self._shards)
-        if bits.dtype != np.uint16 or bits.shape != (total,):
-            raise ValueError(f"bits: {bits.dtype}{list(bits.shape)}, expected uint16[{total}]")
+        if bits.dtype != np.uint16 or bits.shape != (self._total,):
+            raise ValueError(f"bits: {bits.dtype}{list(bits.shape)}, expected uint16[{self._total}]")
         self._begin_from(bits.copy())
 
     def encode(self, *, anchor: bool = False) -> ShardBlob:
@@ -140,27 +138,27 @@ class ShardEncoder:
         The first call must be an anchor, or follow `rebase`; the one after NonFiniteWeights, which names the tensor,
         too.
         """
-        total = self._ranges[-1][1] if self._ranges else 0
-        writer = DeltaWriter(
-            blocks=sum(1 for a, b in self._ranges for _ in blocks(b - a)), finite=True, fine=self._fine
-        )
-        if anchor:
-            changed, checksums = total, self._copy_all(writer)
-        else:
-            changed, checksums = self._write_changes(writer)
-            self._fine.learn()
+        changed, checksums, payload = self._copy_all() if anchor else self._write_changes()
         return ShardBlob(
             rank=self._rank,
             ranks=self._ranks,
             anchor=anchor,
             checksums=checksums,
             changed=changed,
-            total=total,
-            payload=writer.finish(),
+            total=self._total,
+            payload=payload,
         )
 
-    def _copy_all(self, writer: DeltaWriter) -> bytes:
-        baseline = np.empty(self._ranges[-1][1] if self._ranges else 0, np.uint16)
+    @property
+    def _total(self) -> int:
+        return self._ranges[-1][1] if self._ranges else 0
+
+    def _writer(self, *, fine: int = 0) -> DeltaWriter:
+        return DeltaWriter(blocks=sum(1 for a, b in self._ranges for _ in blocks(b - a)), finite=True, fine=fine)
+
+    def _copy_all(self) -> tuple[int, bytes, bytes]:
+        writer = self._writer()
+        baseline = np.empty(self._total, np.uint16)
         for shard, (start, stop) in zip(self._shards, self._ranges, strict=True):
             copy = baseline[start:stop]
             copy[:] = _bits(shard.flat)
@@ -170,11 +168,13 @@ class ShardEncoder:
             for begin, end in blocks(len(copy)):
                 writer.add_values(copy[begin:end])
         self._begin_from(baseline)
-        return shard_digests([baseline[start:stop] for start, stop in self._ranges])
+        checksums = shard_digests([baseline[start:stop] for start, stop in self._ranges])
+        return self._total, checksums, writer.finish()
 
-    def _write_changes(self, writer: DeltaWriter) -> tuple[int, bytes]:
+    def _write_changes(self) -> tuple[int, bytes, bytes]:
         if self._baseline is None:
             raise ValueError("anchor: false, expected true: there is nothing to differ from")
+        writer = self._writer(fine=fine_bound(self._sample(self._baseline)))
         changed = 0
         checksums = []
         for shard, device, (start, stop) in zip(self._shards, self._device_baselines, self._ranges, strict=True):
@@ -194,7 +194,13 @@ class ShardEncoder:
         for device in self._device_baselines:
             if device is not None:
                 device.follow()
-        return changed, b"".join(checksums)
+        return changed, b"".join(checksums), writer.finish()
+
+    def _sample(self, baseline: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Published and new bits here and there."""
+        for shard, (start, stop) in zip(self._shards, self._ranges, strict=True):
+            for a, b in stretches(start, stop, total=self._total):
+                yield baseline[a:b], _bits(shard.flat[a - start : b - start])
 
     def _begin_from(self, baseline: np.ndarray) -> None:
         self._baseline = baseline

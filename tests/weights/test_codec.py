@@ -18,13 +18,16 @@ from lachesis_transport.weights.codec import (
     FINE,
     SPARSE,
     SPARSE_8,
+    STRETCH,
+    STRETCHES,
     CodecError,
     DeltaWriter,
-    FineBound,
     NonFiniteBits,
     blocks,
+    fine_bound,
     first_non_finite,
     read_delta,
+    stretches,
 )
 
 SPECIAL = np.array([0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81, 0x0001, 0x8001, 0xFFFF, 0x3F80], np.uint16)
@@ -34,7 +37,7 @@ def ranges(tensors: list[np.ndarray]) -> list[tuple[int, int]]:
     return list(pairwise(np.cumsum([0, *(len(t) for t in tensors)]).tolist()))
 
 
-def encode(base: list[np.ndarray], new: list[np.ndarray], *, fine: FineBound | None = None) -> bytes:
+def encode(base: list[np.ndarray], new: list[np.ndarray], *, fine: int = 0) -> bytes:
     writer = DeltaWriter(blocks=sum(1 for b in base for _ in blocks(len(b))), fine=fine)
     for b, n in zip(base, new, strict=True):
         copy = b.copy()
@@ -44,7 +47,7 @@ def encode(base: list[np.ndarray], new: list[np.ndarray], *, fine: FineBound | N
     return writer.finish()
 
 
-def round_trip(base: list[np.ndarray], new: list[np.ndarray], *, fine: FineBound | None = None) -> bytes:
+def round_trip(base: list[np.ndarray], new: list[np.ndarray], *, fine: int = 0) -> bytes:
     payload = encode(base, new, fine=fine)
     target = np.concatenate(base)
     patch = read_delta(payload, ranges=ranges(base))
@@ -97,9 +100,7 @@ def test_any_bits_survive(data: st.DataObject) -> None:
         base.append(rng.integers(0, 1 << 16, n, dtype=np.uint16))
         share = data.draw(st.sampled_from([0.0, 0.005, 0.1, 0.5, 1.0]))
         new.append(np.where(rng.random(n) < share, rng.choice(SPECIAL, n), base[-1]))
-    fine = FineBound()
-    fine.bits = data.draw(st.sampled_from([0, 1, 0x3000, 0x7F80, 0x7FFF, 0x8000]))
-    round_trip(base, new, fine=fine)
+    round_trip(base, new, fine=data.draw(st.sampled_from([0, 1, 0x3000, 0x7F80, 0x7FFF, 0x8000])))
 
 
 def stepped(base: np.ndarray, size: float, rng: np.random.Generator) -> np.ndarray:
@@ -109,25 +110,37 @@ def stepped(base: np.ndarray, size: float, rng: np.random.Generator) -> np.ndarr
     return ((moved.view(np.uint32) + rng.integers(0, 1 << 16, len(base), dtype=np.uint32)) >> 16).astype(np.uint16)
 
 
-def test_a_bound_is_learned_from_one_delta_and_makes_the_next_smaller() -> None:
+def sampled_bound(base: list[np.ndarray], new: list[np.ndarray]) -> int:
+    """As the encoder of these tensors finds it."""
+    cuts = ranges(base)
+    return fine_bound(
+        (b[i - start : j - start], n[i - start : j - start])
+        for b, n, (start, stop) in zip(base, new, cuts, strict=True)
+        for i, j in stretches(start, stop, total=cuts[-1][1])
+    )
+
+
+def test_a_bound_makes_the_delta_of_a_step_smaller() -> None:
     rng = np.random.default_rng(9)
-    fine = FineBound()
-    sizes = []
     base = [weights(n, rng) for n in (0, 900_000, 1, 130_000, 70)]
-    for _ in range(3):
-        new = [stepped(b, 1e-5, rng) for b in base]
-        sizes.append(len(round_trip(base, new, fine=fine)))
-        fine.learn()
-        base = new
-    assert fine.bits > 0
-    assert max(sizes[1:]) < 0.9 * sizes[0]
-    bound = fine.bits
-    round_trip(base, base, fine=fine)
-    fine.learn()
-    assert fine.bits == bound, "where nothing changed there is nothing to learn"
-    round_trip(base, [changed(b, 0.01, rng) for b in base], fine=fine)
-    fine.learn()
-    assert fine.bits == 0, "changes at random places have no bound"
+    new = [stepped(b, 1e-5, rng) for b in base]
+    bound = sampled_bound(base, new)
+    assert bound > 0
+    assert len(round_trip(base, new, fine=bound)) < 0.9 * len(round_trip(base, new))
+    assert sampled_bound(base, base) == 0
+    assert sampled_bound(base, [changed(b, 0.01, rng) for b in base]) == 0, "changes at random places have no bound"
+    assert fine_bound([]) == 0
+
+
+def test_the_sample_lies_evenly_over_all_tensors() -> None:
+    rng = np.random.default_rng(11)
+    for total in (1, 1_000, 20_000, 1_000_000, 300_000_000):
+        cuts = sorted({0, total, *rng.integers(0, total, 20).tolist()})
+        found = [part for a, b in pairwise(cuts) for part in stretches(a, b, total=total)]
+        assert [a for a, _ in found] == [a for a, _ in stretches(0, total, total=total)]
+        assert all(0 < b - a <= STRETCH for a, b in found)
+        assert 1 <= len(found) <= STRETCHES + 1
+        assert sum(b - a for a, b in found) <= total // 16 + STRETCH
 
 
 def test_every_fine_weight_is_found_whatever_the_length() -> None:
@@ -174,9 +187,7 @@ def test_what_is_not_finite_is_refused(share: float, bound: int) -> None:
     base = weights(10_000, rng)
     new = changed(base, share, rng)
     new[[7_000, 8_000]] = 0x7F80, 0xFFC1
-    fine = FineBound()
-    fine.bits = bound
-    writer = DeltaWriter(blocks=1, finite=True, fine=fine)
+    writer = DeltaWriter(blocks=1, finite=True, fine=bound)
     with pytest.raises(NonFiniteBits) as refused:
         writer.add(base, new)
     assert refused.value.index in ((7_000, 8_000) if bound else (7_000,))
@@ -292,9 +303,7 @@ def test_hostile_streams_never_write_outside() -> None:
     new.append(
         np.where(base[3] == 0x0100, rng.integers(0, 1 << 16, 3_000, dtype=np.uint16), changed(base[3], 0.01, rng))
     )
-    fine = FineBound()
-    fine.bits = 0x0200
-    payload = encode(base, new, fine=fine)
+    payload = encode(base, new, fine=0x0200)
     size = int.from_bytes(payload[:4], "little")
     header = msgpack.unpackb(payload[4 : 4 + size])
     assert sorted(s["mode"] for s in header["sections"]) == [SPARSE, SPARSE_8, DENSE, FINE]

@@ -11,7 +11,7 @@ Tensors are cut into blocks of at most BLOCK elements. A delta holds, for each b
 A step of training moves all weights about as far, so the smaller a weight is, and with it the unit in its last place,
 the surer its bits change. Below a bound on the magnitude nearly all do: these *fine* weights of a sparse block, which a
 receiver finds in what it holds, are encoded as a dense block of their own, and the block's gaps tell of the others
-alone. The bound is learned from the delta before (`FineBound`).
+alone. The writer is given the bound, which `fine_bound` finds from a sample of the weights.
 
 The blocks of one mode lie end to end. Gaps are bytes, 255 meaning "255 further, go on" (optimal for the geometric gaps
 of random positions while most gaps are below 255; sparser blocks move their low 8 bits to a plane of their own, which
@@ -28,7 +28,7 @@ repetitions worth finding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,9 @@ FINE_SHARE = 0.125
 
 FINE_GAIN = 0.05
 """Share of the bits for positions that a bound has to save."""
+
+STRETCH, STRETCHES = 1 << 11, 64
+"""Elements of a stretch of the sample, and the most stretches; they are a sixteenth of all at most."""
 
 DENSE_SHARE = 0.35
 """Changed share above which every element's difference costs less than positions and differences of the changed."""
@@ -96,37 +99,29 @@ def first_non_finite(bits: np.ndarray) -> int | None:
     return None
 
 
-class FineBound:
-    """Learns from one delta which weights of the next are *fine*.
+def stretches(start: int, stop: int, *, total: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) of those stretches of a sample of `total` elements that begin in this range, cut at its end."""
+    step = max(total // STRETCHES, 16 * STRETCH)
+    for at in range(start + -start % step, stop, step):
+        yield at, min(at + STRETCH, stop)
 
-    The fewest bits for positions are those of n·h(changed share) over the two kinds of weights, h the binary entropy,
-    where the changed of either kind are counted by exponent on a sample of the blocks.
+
+def fine_bound(sample: Iterable[tuple[np.ndarray, np.ndarray]]) -> int:
+    """The magnitude (bf16 bits without the sign) below which weights are *fine*; 0: none are.
+
+    That of the fewest bits for positions: n·h(changed share), h the binary entropy, over the n fine weights and, for
+    the gaps between the others that changed, over all; counted by exponent.
+
+    Args:
+        sample: old and new bits (contiguous uint16) of some stretches of the weights.
     """
-
-    SAMPLE, FEWEST = 1 << 18, 1 << 10
-    """Weights that are looked at in all, and in each block of the sample at least."""
-
-    def __init__(self) -> None:
-        self.bits = 0
-        """Magnitudes (bf16 bits without the sign) below this are fine."""
-        self._present, self._changed = np.zeros(256, np.int64), np.zeros(256, np.int64)
-
-    def see(self, base: np.ndarray, new: np.ndarray, *, block: int, blocks: int) -> None:
-        """Count in one of `blocks` blocks, if it is among the sample. base, new: contiguous uint16."""
-        length = max(self.FEWEST, self.SAMPLE // blocks)
-        if block % max(1, blocks * length // self.SAMPLE) == 0:
-            kernels.count_exponents(base[:length], new[:length], self._present, self._changed)
-
-    def learn(self) -> None:
-        """Take the bound from what was seen since the last call; nothing changed: keep the one from before."""
-        present, changed = self._present, self._changed
-        if not changed.any():
-            return
-        fine, fine_changed = (np.concatenate([[0], np.cumsum(counts)]) for counts in (present, changed))
-        bits = _position_bits(fine, fine_changed) + _position_bits(fine[-1], fine_changed[-1] - fine_changed)
-        best = int(np.argmin(bits))
-        self.bits = best << 7 if bits[best] < (1 - FINE_GAIN) * bits[0] else 0
-        present[:] = changed[:] = 0
+    present, changed = np.zeros(256, np.int64), np.zeros(256, np.int64)
+    for base, new in sample:
+        kernels.count_exponents(base, new, present, changed)
+    fine, fine_changed = (np.concatenate([[0], np.cumsum(counts)]) for counts in (present, changed))
+    bits = _position_bits(fine, fine_changed) + _position_bits(fine[-1], fine_changed[-1] - fine_changed)
+    best = int(np.argmin(bits))
+    return best << 7 if bits[best] < (1 - FINE_GAIN) * bits[0] else 0
 
 
 def _position_bits(count: np.ndarray, changed: np.ndarray) -> np.ndarray:
@@ -142,12 +137,11 @@ class DeltaWriter:
     Args:
         blocks: how many blocks the payload speaks of; those after the last that was added are unchanged.
         finite: refuse NaN and infinity among the new weights of `add` (NonFiniteBits).
-        fine: which weights are fine; sees the blocks. None: none are.
+        fine: magnitudes below this are fine.
     """
 
-    def __init__(self, *, blocks: int, finite: bool = False, fine: FineBound | None = None) -> None:
-        self._fine = fine
-        self._bound = 0 if fine is None else fine.bits
+    def __init__(self, *, blocks: int, finite: bool = False, fine: int = 0) -> None:
+        self._bound = fine
         self._modes = bytearray(blocks)
         self._next = 0
         self._finite = finite
@@ -167,8 +161,6 @@ class DeltaWriter:
         """
         if not 0 < len(base) == len(new) <= BLOCK:
             raise ValueError(f"base, new: {len(base)} and {len(new)} elements, expected the same, from 1 to {BLOCK}")
-        if self._fine is not None:
-            self._fine.see(base, new, block=self._next, blocks=len(self._modes))
         changed = int(kernels.find_changes(base, new, self._at))
         if not changed:
             self._advance(UNCHANGED)
