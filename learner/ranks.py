@@ -12,12 +12,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from lachesis_configs import schema
@@ -38,6 +41,9 @@ TICK_SECONDS = 2.0
 GRACE_SECONDS = 10.0
 COLLECTIVE_SECONDS = 1800.0
 """Deadline of one collective. Long: a rank may be compiling or syncing a checkpoint. A dead peer is noticed at once."""
+
+_MEETING = "LACHESIS_RANKS"
+"""Environment variable of a child: the file by which the ranks find each other."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -87,12 +93,16 @@ class Ranks:
     control: dist.ProcessGroup
     """gloo group of all ranks for commands, sums and blobs."""
 
-    def __init__(self, store: dist.Store, *, device: Device, rank: int, size: int, children: list[_Child]) -> None:
+    def __init__(self, meeting: Path, *, device: Device, rank: int, size: int, children: list[_Child]) -> None:
         import torch.distributed as dist
 
-        self.device, self.rank, self.size, self._children = device, rank, size, children
+        self.device, self.rank, self.size = device, rank, size
+        self._meeting, self._children = meeting, children
         timeout = timedelta(seconds=COLLECTIVE_SECONDS)
         backend = "nccl" if device == "cuda" else "gloo"
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else it listens where the node's name leads
+        # Not a TCPStore: it listens on all of the node's addresses, and anybody may write there.
+        store = dist.FileStore(str(meeting), size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         assert group is not None
@@ -102,22 +112,18 @@ class Ranks:
     @classmethod
     def lead(cls, *, device: Device, size: int, command: Sequence[str]) -> Ranks:
         """Rank 0: start the other `size` - 1 as `command` with `--rank R` behind it, and meet them."""
-        import torch.distributed as dist
-
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+        meeting = Path(tempfile.mkdtemp(prefix="lachesis-ranks-")) / "meeting"
+        os.environ[_MEETING] = str(meeting)
         children = [_Child(command, rank=rank) for rank in range(1, size)]
-        return cls(store, device=device, rank=0, size=size, children=children)
+        return cls(meeting, device=device, rank=0, size=size, children=children)
 
     @classmethod
     def follow(cls, *, device: Device, rank: int, size: int) -> Ranks:
         """Another rank, started by rank 0. Raises ValueError when it was started by hand."""
-        import torch.distributed as dist
-
-        port = os.environ.get("MASTER_PORT")
-        if port is None or not 0 < rank < size:
+        meeting = os.environ.get(_MEETING)
+        if meeting is None or not 0 < rank < size:
             raise ValueError(f"--rank: value {rank}, expected to be started by rank 0 of {size} ranks")
-        return cls(dist.TCPStore("127.0.0.1", int(port)), device=device, rank=rank, size=size, children=[])
+        return cls(Path(meeting), device=device, rank=rank, size=size, children=[])
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         """Rank 0: tell the others what all do next. Raises RankDied."""
@@ -207,6 +213,8 @@ class Ranks:
             child.close(kill=failed)
         if not failed:
             dist.destroy_process_group()
+        if not self.rank:
+            shutil.rmtree(self._meeting.parent, ignore_errors=True)
 
 
 class _Child:

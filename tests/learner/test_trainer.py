@@ -181,6 +181,12 @@ def test_deltas_of_the_shards_give_bitwise_the_gathered_weights(results, ranks, 
             assert version["changed"] == sum(moved.values()) > 0
 
 
+@pytest.mark.parametrize("ranks", PUBLISHED_RANKS)
+def test_ranks_listen_on_loopback_alone(results, ranks) -> None:
+    for rank in results[ranks]:
+        assert set(rank["listeners"]) <= {"127.0.0.1"}
+
+
 def test_a_parameter_without_a_shard_in_memory_is_refused(results) -> None:
     refused = results[2][0]["without a shard"]
     assert refused.startswith("model.embed_tokens.weight: a shard of 1 elements in memory, expected ")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import psutil
+
 from lachesis_configs import schema
 from lachesis_learner.ranks import Ranks, prepare_process
 
@@ -95,6 +97,8 @@ def main(models: str, out: str, size: int, rank: int) -> None:
         trainer.shards()
     except RuntimeError as error:
         results["without a shard"] = str(error)
+    connections = psutil.Process().net_connections()
+    results["listeners"] = [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
     torch.save(results, f"{out}.{rank}")
     ranks.close(failed=False)
 
