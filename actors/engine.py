@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ import numpy as np
 import trio
 
 from lachesis_actors.child import Child, open_child
+from lachesis_actors.engine_log import cause
 from lachesis_configs.cores import parse_cores, usable_cores
 from lachesis_configs.schema import Engine as EngineConfig
 from lachesis_configs.schema import KeyValues
@@ -353,17 +355,21 @@ async def open_engine(
 ) -> AsyncIterator[Engine]:
     """Start vLLM, wait until it serves, and end it with the block.
 
-    The body is cancelled and EngineError raised, with the last lines of the log, when the child dies or hasn't answered
+    The body is cancelled and EngineError raised, with the errors in the log, when the child dies or hasn't answered
     within `config.start_seconds`.
     """
     cpu = on_cpu()
     failure: list[EngineError] = []
+    before = log_path.stat().st_size if log_path.exists() else 0
 
-    def died(status: int, child: Child) -> EngineError:
-        return EngineError(f"vLLM ended with status {status}; the end of {log_path}:\n{child.tail()}")
+    def died(status: int) -> EngineError:
+        killed = f" ({signal.Signals(status - 128).name})" if status - 128 in set(signal.Signals) else ""
+        return EngineError(
+            f"vLLM ended with status {status}{killed}; its log {log_path} says:\n{cause(log_path, since=before)}"
+        )
 
     async def watch(child: Child) -> None:
-        failure.append(died(await child.wait(), child))
+        failure.append(died(await child.wait()))
         nursery.cancel_scope.cancel()
 
     async def ready(engine: Engine) -> None:
@@ -400,7 +406,7 @@ async def open_engine(
                     except trio.TooSlowError:
                         raise EngineError(
                             f"vLLM did not answer within {config.start_seconds:g} s (actor.engine.start_seconds); "
-                            f"the end of {log_path}:\n{child.tail()}"
+                            f"its log {log_path} says:\n{cause(log_path, since=before)}"
                         ) from None
                     yield engine
                     nursery.cancel_scope.cancel()
@@ -408,7 +414,7 @@ async def open_engine(
                 if not failure and group.subgroup(EngineError):
                     # A body that lost its connection may be faster than the news of the child's end.
                     with trio.move_on_after(1):
-                        failure.append(died(await child.wait(), child))
+                        failure.append(died(await child.wait()))
                 if failure:
                     raise failure[0] from group
                 if len(group.exceptions) == 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -20,6 +21,14 @@ import trio
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+
+LAST_WORDS = 60
+"""Lines that are shown of what a role said at its end."""
+LAST_LINES = 15
+"""Lines that are shown of the log of a role that said nothing."""
+
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d ")
+_SAID = re.compile(r"lachesis [a-z]+: ")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -101,9 +110,22 @@ class Child:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with code {code}"
 
-    def tail(self, lines: int = 15) -> list[str]:
-        """The last lines of its log."""
-        return tail(self.log, lines)
+    def last_words(self) -> list[str]:
+        """The end of its log that tells why it ended."""
+        return last_words(self.log)
+
+
+def last_words(log: Path) -> list[str]:
+    """What a role says at its end, after the traceback: from its first `lachesis VERB: ` after its last line of log on.
+
+    Its last lines when it was killed before it could say anything.
+    """
+    lines = tail(log, 1000, max_bytes=1 << 16)
+    logged = max((i for i, line in enumerate(lines) if _LOGGED.match(line)), default=-1)
+    for i in range(logged + 1, len(lines)):
+        if _SAID.match(lines[i]):
+            return lines[i:][:LAST_WORDS]
+    return lines[-LAST_LINES:]
 
 
 def tail(path: Path, lines: int, *, max_bytes: int = 8192) -> list[str]:

@@ -21,12 +21,12 @@ LEAVE_SECONDS = 15.0
 
 
 class RoleFailed(Exception):
-    """A role ended before the run did. The text names it, how it ended and the last lines of its log."""
+    """A role ended before the run did. The text names it, how it ended and what its log says at the end."""
 
     def __init__(self, child: Child, *, early: bool) -> None:
         self.role = child.role
         what = " before the run was finished" if early else ""
-        lines = "\n".join(f"    {line}" for line in child.tail()) or "    (empty)"
+        lines = "\n".join(f"    {line}" for line in child.last_words()) or "    (empty)"
         super().__init__(f"{child.role} {child.ending()}{what}. Its log {child.log} ends with:\n{lines}")
 
 

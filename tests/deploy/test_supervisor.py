@@ -55,6 +55,29 @@ async def test_a_role_that_fails_ends_the_others_and_is_named(tmp_path):
 
 
 @pytest.mark.trio
+async def test_what_a_role_says_at_its_end_is_shown_whole_and_without_its_traceback(tmp_path):
+    log = tmp_path / "actor-0.log"
+    words = ["lachesis actor: EngineError: vLLM ended with status 1; its log x says:", *(f"  {n}" for n in range(30))]
+    words.append("lachesis actor: OSError: gone")
+    earlier = ["10:00:00 actor-0: up", "lachesis actor: the launch before", "10:00:09 actor-0: up again"]
+    log.write_text("\n".join([*earlier, "Traceback (most recent call last):", "  frame", *words]) + "\n")
+    with pytest.raises(RoleFailed) as failed:
+        await supervise([python("actor-0", "raise SystemExit(1)")], logs=tmp_path)
+    lines = "\n".join(f"    {word}" for word in words)
+    assert str(failed.value) == f"actor-0 ended with code 1. Its log {log} ends with:\n{lines}"
+
+
+@pytest.mark.trio
+async def test_a_role_that_says_nothing_is_shown_by_its_last_lines(tmp_path):
+    log = tmp_path / "actor-0.log"
+    lines = ["lachesis actor: the launch before", "10:00:09 actor-0: up again", *map(str, range(20))]
+    log.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RoleFailed) as failed:
+        await supervise([python("actor-0", "raise SystemExit(1)")], logs=tmp_path)
+    assert [line.strip() for line in str(failed.value).splitlines()[1:]] == list(map(str, range(5, 20)))
+
+
+@pytest.mark.trio
 async def test_a_killed_role_is_named_with_its_signal(tmp_path):
     suicide = python("actor-0", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(RoleFailed, match="actor-0 was killed by SIGKILL"):
