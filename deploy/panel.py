@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lachesis_configs.schema import Config
+from lachesis_deploy.drought import Drought
 from lachesis_deploy.folder import LOGS, METRICS
 from lachesis_deploy.processes import tail
 from lachesis_deploy.records import JsonLines, Record, number, numbers, read_json
@@ -30,8 +31,9 @@ RECENT_SECONDS = 30.0
 class Progress:
     """What is shown of a run. Records go in, text comes out; memory does not grow with the run."""
 
-    def __init__(self, *, steps: int, staleness_bound: int) -> None:
+    def __init__(self, *, steps: int, staleness_bound: int, batch_groups: int) -> None:
         self.steps = steps
+        self.drought = Drought(groups=2 * batch_groups)
         self.bound = staleness_bound
         self.queue: Record = {}
         self.evaluations: deque[str] = deque(maxlen=6)
@@ -133,7 +135,9 @@ class Progress:
 
 async def show_progress(config: Config, folder: Path, *, interval: float = 0.5) -> None:
     """Show the progress of the run in `folder` on stdout until cancelled; what is there already is not told again."""
-    progress = Progress(steps=config.run.steps, staleness_bound=config.staleness.max)
+    progress = Progress(
+        steps=config.run.steps, staleness_bound=config.staleness.max, batch_groups=config.queue.batch_groups
+    )
     metrics, events = JsonLines(folder / METRICS), JsonLines(folder / EVENTS, skip=True)
     started = time.time()
     told = 0.0
@@ -154,6 +158,8 @@ async def show_progress(config: Config, folder: Path, *, interval: float = 0.5) 
         lines = [line for record in metrics.read() for line in take_step(record)]
         lines += [line for record in events.read() if (line := progress.event(record))]
         progress.queue = read_json(folder / STATISTICS) or progress.queue
+        if line := progress.drought.look(progress.queue, now=time.time()):
+            lines.append(line)
         return lines
 
     if not sys.stdout.isatty():
@@ -182,7 +188,7 @@ def _panel(progress: Progress, config: Config, folder: Path, seconds: float) -> 
     table.add_column()
     for name, value in progress.rows():
         table.add_row(name, Text(value))
-    for line in list(progress.evaluations)[-2:]:
+    for line in [*list(progress.evaluations)[-2:], *([progress.drought.text] if progress.drought.text else [])]:
         table.add_row("", Text(line))
     logs = Table(show_header=False, box=None, pad_edge=False)
     logs.add_column(style="dim", no_wrap=True)
