@@ -64,7 +64,7 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     if rest and (not hasattr(options, "overrides") or any(r.startswith("-") or "=" not in r for r in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        options.overrides += rest
+        options.overrides = [*options.overrides, *rest]
     return options
 
 
@@ -248,8 +248,10 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _role(options: argparse.Namespace) -> tuple[Config, Path]:
     """The resolved configuration and the run folder, which is made if need be."""
+    from lachesis_deploy.folder import make_folder
+
     config, folder = _located(options)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, key="--folder" if options.folder else "run.folder")
     return config, folder
 
 
@@ -290,17 +292,21 @@ def _parser() -> argparse.ArgumentParser:
         description="Asynchronous off-policy reinforcement learning of language models.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
     def verb(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        described = text[0].upper() + text[1:] + "."
+        added = verbs.add_parser(name, help=text, description=described, allow_abbrev=False)
         added.set_defaults(run=run)
         return added
 
     def configured(added: argparse.ArgumentParser) -> argparse.ArgumentParser:
         added.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-        added.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys that override the file")
+        added.add_argument(
+            "overrides", nargs="*", default=[], metavar="key=value", help="dotted keys that override the file"
+        )
         return added
 
     def role(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:

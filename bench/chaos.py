@@ -233,7 +233,9 @@ def _flood_figures(flood: Flood) -> list[Figure]:
 
 def main(arguments: list[str] | None = None) -> int:
     """One run with kills; 1 when it broke a promise."""
-    parser = argparse.ArgumentParser(prog="python -m lachesis_bench.chaos", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m lachesis_bench.chaos", description=main.__doc__, allow_abbrev=False
+    )
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--kills", type=int, default=AMOUNT["normal"].kills)
     options = parser.parse_args(arguments)

@@ -46,7 +46,9 @@ ON_GPU, ON_CPU = 135_000_000, 1_000_000
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print what was found, return the exit code."""
-    parser = argparse.ArgumentParser(description="check and time weight deltas on this machine's GPUs")
+    parser = argparse.ArgumentParser(
+        description="check and time weight deltas on this machine's GPUs", allow_abbrev=False
+    )
     parser.add_argument("--parameters", type=int, help=f"of the model ({ON_GPU:,} with a GPU, {ON_CPU:,} without)")
     parser.add_argument("--ranks", type=int, help="processes in the broadcast and shards (the GPUs; 2 without one)")
     parser.add_argument("--share", type=float, default=0.02, help="of the weights that a step changes")
@@ -86,6 +88,7 @@ class Trial:
 
     def __init__(self, parameters: int, *, ranks: int, device: torch.device) -> None:
         self._device = device
+        self._where = "on the device" if device.type == "cuda" else "by torch on the host"
         self._random = torch.Generator(device).manual_seed(0)
         self._layout = layout_of(parameters)
         self._live = {
@@ -99,8 +102,7 @@ class Trial:
             ShardEncoder(self._shards(r, ranks), rank=r, ranks=ranks, on_device=False) for r in range(ranks)
         ]
         self._mirror = Mirror(self._layout)
-        self._copied = torch.empty(self._layout.total, dtype=torch.int16, device=device)
-        self._patched = torch.empty_like(self._copied)
+        self._patched = torch.empty(self._layout.total, dtype=torch.int16, device=device)
         self._baselines: list[DeviceBaseline] = []
         self._seconds: dict[str, list[float]] = {}
         self._checks: dict[str, bool] = {}
@@ -130,27 +132,28 @@ class Trial:
     def delta(self, group: Group, others: Sequence[Receiver]) -> None:
         """Publish what changed, in every way that there is, and compare the results."""
         before = self._mirror.bits.copy()
-        with self._timed("compare on the device"):
+        with self._timed(f"compare {self._where}"):
             for baseline in self._baselines:
                 baseline.changes()
         for baseline in self._baselines:
             baseline.follow()
-        with self._timed("copy all weights to the host"):
-            for flat in self._live.values():
-                flat.to("cpu", copy=True)
-        with self._timed("encode, compared on the device"):
+        with self._timed(f"encode, compared {self._where}"):
             blobs = [encoder.encode() for encoder in self._on_device]
-        with self._timed("encode, compared on the host"):
+        with self._timed("encode, compared by Lachesis on the host"):
             same = [encoder.encode() for encoder in self._on_host]
         self._check("both encoders give the same bytes", [b.to_wire() for b in blobs] == [b.to_wire() for b in same])
         self._publish(blobs, group, others)
-        with self._timed("copy all weights to the device"):
-            self._copied.copy_(torch.from_numpy(self._mirror.bits.view(np.int16)))
         live = torch.cat([flat.view(torch.int16) for flat in self._live.values()])
-        self._check("the copied weights are the live ones", torch.equal(self._copied, live))
+        if self._device.type == "cuda":
+            with self._timed("copy all weights to the host"):
+                for flat in self._live.values():
+                    flat.to("cpu", copy=True)
+            with self._timed("copy all weights to the device"):
+                copied = torch.from_numpy(self._mirror.bits.view(np.int16)).to(self._device)
+            self._check("the copied weights are the live ones", torch.equal(copied, live))
         at = np.flatnonzero(before != self._mirror.bits)
         values = self._mirror.bits[at].view(np.int16)
-        with self._timed("patch the changed weights on the device"):
+        with self._timed(f"patch the changed weights {self._where}"):
             self._patched[torch.from_numpy(at).to(self._device)] = torch.from_numpy(values).to(self._device)
         self._check("the patched weights are the live ones", torch.equal(self._patched, live))
 

@@ -114,7 +114,7 @@ def _bits(weight: torch.Tensor) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="record weight deltas of real training steps")
+    parser = argparse.ArgumentParser(description="record weight deltas of real training steps", allow_abbrev=False)
     parser.add_argument("rates", nargs="*", default=[], metavar="RATE", help=f"of {', '.join(SLICE)}; default: all")
     parser.add_argument("--out", type=Path, default=RECORDING, help="file whose other rates are kept")
     options = parser.parse_args()

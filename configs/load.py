@@ -218,7 +218,11 @@ def _meant(path: list[str]) -> str:
     section = _section_at(path[:-1])
     dotted = {name.rpartition(".")[2]: name for name in reversed(list(_names(section)))}
     near = difflib.get_close_matches(path[-1], dotted, n=1, cutoff=0.6)
-    return f"did you mean {dotted[near[0]]}?" if near else f"expected one of {', '.join(section.model_fields)}"
+    return (
+        f"did you mean {'.'.join([*path[:-1], dotted[near[0]]])}?"
+        if near
+        else f"expected one of {', '.join(section.model_fields)}"
+    )
 
 
 def _wanted(e: Any, value: Any) -> str:

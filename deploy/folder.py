@@ -33,14 +33,24 @@ def default_folder(config: Config) -> Path:
 
 
 def fresh_folder(wanted: Path) -> Path:
-    """`wanted`, or the first of `wanted`-2, -3, ... that does not exist or is empty. Makes it."""
+    """`wanted`, or the first of `wanted`-2, -3, ... that does not exist or is empty. Makes it.
+
+    Raises ConfigError when that cannot be.
+    """
     for folder in _numbered(wanted):
-        if folder.exists() and not folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "exists and is not a folder", str(folder))
-        if not folder.exists() or not any(folder.iterdir()):
-            folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir() or not any(folder.iterdir()):
+            make_folder(folder)
             return folder
     raise AssertionError("count ends never")
+
+
+def make_folder(folder: Path, *, key: str = "run.folder") -> None:
+    """Make the run folder, if need be. Raises ConfigError, naming `key`, when there can be none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        expected = "expected a folder, or a path where one can be made"
+        raise ConfigError([f"{key}: value {str(folder)!r}, {expected} ({error.strerror})"]) from None
 
 
 def earlier_folders(wanted: Path) -> Iterator[Path]:

@@ -205,6 +205,27 @@ def test_the_index_of_an_actor_is_a_whole_number(capsys):
     assert "--index: value '-1', expected a whole number of 0 or more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [[], ["run.folder=/proc/x"], ["--folder", "/proc/x"]])
+def test_what_is_missing_or_impossible_is_named(config, arguments, capsys):
+    if not arguments:
+        with pytest.raises(SystemExit):
+            lachesis.main(["launch"])
+        assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG\n")
+        return
+    assert lachesis.main(["queue", config, *arguments]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"lachesis queue: {arguments[0].split('=')[0]}: value '/proc/x', expected"
+    )
+
+
+def test_options_have_no_short_forms(monkeypatch, capsys):
+    for arguments in (["launch", "a.yaml", "--resum"], ["queue", "a.yaml", "--inspec"], ["bench", "delta", "--shor"]):
+        with pytest.raises(SystemExit) as ended:
+            lachesis.main(arguments)
+        assert ended.value.code == 2
+        assert f"unrecognized arguments: {arguments[-1]}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["learner", "actor"])
 def test_a_role_whose_devices_are_not_there_ends_at_once(config, verb, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)

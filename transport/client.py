@@ -228,7 +228,7 @@ class QueueClient:
                     deadline = trio.current_time() + 4.0 * take(reply, "heartbeat_seconds", float)
                 elif trio.current_time() > deadline:
                     raise QueueError(f"hello: {reply['error']}")
-                waiting.note(str(reply["error"]))
+                waiting.note(str(reply["error"]), what=f"{self.name}: waiting for another {self.role} to end")
                 await trio.sleep(min(1.0, RESEND_SECONDS))
 
     def _welcome(self, reply: dict[str, Any]) -> None:
@@ -309,12 +309,13 @@ class Waiting:
         self._since = trio.current_time()
         self._next = self._since + LOG_AFTER_SECONDS
 
-    def note(self, why: str) -> None:
+    def note(self, why: str, *, what: str | None = None) -> None:
+        """Still waiting, for the reason `why`; for `what` at the moment, if not for what it was at first."""
         now = trio.current_time()
         if now >= self._next:
             self._next = now + LOG_EVERY_SECONDS
             why = why or f"the replay queue at {self._address} does not answer"
-            log.info("%s (%s; for %.0f s)", self._what, why, now - self._since)
+            log.info("%s (%s; for %.0f s)", what or self._what, why, now - self._since)
 
 
 @asynccontextmanager

@@ -72,7 +72,8 @@ def read_queue_id(path: Path) -> str | None:
         try:
             return _read_header(file)
         except MessageError as error:
-            raise type(error)(f"{path}: header: {error}") from None
+            expected = "expected what `lachesis queue --export` writes"
+            raise type(error)(f"{path}: not a file of groups, {expected} (its header: {error})") from None
 
 
 def _read_header(file: BinaryIO) -> str | None:

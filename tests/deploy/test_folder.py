@@ -7,7 +7,7 @@ import pytest
 
 from lachesis_configs.load import ConfigError, load_config
 from lachesis_configs.schema import Config
-from lachesis_deploy.folder import default_folder, fresh_folder, placed, write_config, write_whole
+from lachesis_deploy.folder import default_folder, fresh_folder, make_folder, placed, write_config, write_whole
 
 
 def config(**sections):
@@ -30,9 +30,17 @@ def test_a_run_never_writes_into_another(tmp_path):
     assert fresh_folder(wanted) == tmp_path / "demo-2"
     (tmp_path / "demo-2" / "config.yaml").touch()
     assert fresh_folder(wanted) == tmp_path / "demo-3"
+
+
+def test_where_no_folder_can_be_the_field_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
-        fresh_folder(tmp_path / "file")
+    for impossible in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/x")):
+        with pytest.raises(
+            ConfigError, match=rf"^run\.folder: value '{impossible}', expected a folder, or a path where"
+        ):
+            fresh_folder(impossible)
+    with pytest.raises(ConfigError, match=r"^--folder: value '/proc/x', expected a folder"):
+        make_folder(Path("/proc/x"), key="--folder")
 
 
 def test_default_folder():

@@ -214,7 +214,10 @@ def test_files_that_are_none_are_named(config, tmp_path):
         )
         other = lachesis("queue", config, "--import", tmp_path / "text")
         assert (other.returncode, other.stdout) == (2, "")
-        assert f"{tmp_path / 'text'}: header: frame: " in other.stderr
+        assert (
+            f"{tmp_path / 'text'}: not a file of groups, expected what `lachesis queue --export` writes (its "
+            in other.stderr
+        )
         fill(config, ready=2, trained=False)
         file = tmp_path / "groups.bin"
         write_groups(file, [groups.group(0, [0], actor="x", scores=(0.5, 0.25))])

@@ -158,13 +158,15 @@ async def test_garbage_is_answered_and_harms_nobody(tmp_path):
 
 
 @pytest.mark.trio
-async def test_a_second_actor_of_the_same_name_is_refused_while_the_first_lives(tmp_path, monkeypatch):
+async def test_a_second_actor_of_the_same_name_is_refused_while_the_first_lives(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr("lachesis_transport.client.HEARTBEAT_SECONDS", 0.1)  # one that comes late is not missed
     async with queue(tmp_path, config()) as (address, _):
         async with open_producer(address, "actor-0", "a1"):
             with pytest.raises(QueueError, match="name: actor 'actor-0' is taken by a live actor"):
                 async with open_producer(address, "actor-0", "a2"):
                     pytest.fail("two actors of one name")
+            assert "actor-0: waiting for another actor to end (name: actor 'actor-0' is taken" in caplog.text
 
 
 @pytest.mark.trio
