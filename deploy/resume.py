@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,19 +103,25 @@ def nothing_left(config: Config, folder: Path) -> bool:
 
 
 def not_evaluated(folder: Path) -> list[str]:
-    """A line for each environment that was evaluated in the finished run in `folder`, but not at its final version."""
+    """Lines about the environments that were evaluated in the finished run in `folder`, but not at its final version,
+    and the command that evaluates it; [] when there are none."""
     final = number(read_json(folder / STATISTICS) or {}, "final")
     if final is None:
         return []
     versions: dict[str, set[Any]] = {}
     for event in of_kind(read_all(folder / EVENTS), "evaluation"):
         versions.setdefault(str(event.get("environment")), set()).add(event.get("version"))
-    instead = f"a new run with model.path={folder}/checkpoints/{final:08.0f} begins with that evaluation"
-    return [
-        f"{environment} was not evaluated at version {final:.0f}, the final one, before the run was ended; {instead}"
+    lines = [
+        f"{environment} was not evaluated at version {final:.0f}, the final one, before the run was ended"
         for environment, evaluated in versions.items()
         if final not in evaluated
     ]
+    checkpoint = folder / CHECKPOINTS / f"{final:08.0f}"
+    if lines and checkpoint.is_dir():
+        changes = [f"model.path={checkpoint}", f"run.folder={folder}-evaluation", "run.steps=1"]
+        command = shlex.join(["lachesis", "launch", str(folder / CONFIG), *changes])
+        lines.append(f"`{command}` evaluates those weights, as its version 0, before it trains one step")
+    return lines
 
 
 def check_resumable(config: Config, folder: Path) -> None:

@@ -174,9 +174,14 @@ def test_a_final_evaluation_that_did_not_happen_is_named(tmp_path):
     evaluated = [("sums", 0), ("chat", 0), ("chat", 9)]
     lines = (json.dumps({"kind": "evaluation", "environment": name, "version": v}) + "\n" for name, v in evaluated)
     (wanted / "events.jsonl").write_text("".join(lines))
-    (line,) = not_evaluated(wanted)
-    assert line.startswith("sums was not evaluated at version 9, the final one")
-    assert f"model.path={wanted}/checkpoints/00000009" in line
+    missing = "sums was not evaluated at version 9, the final one, before the run was ended"
+    assert not_evaluated(wanted) == [missing]
+    checkpoint = wanted / "checkpoints" / "00000009"
+    checkpoint.mkdir(parents=True)
+    changes = f"model.path={checkpoint} run.folder={wanted}-evaluation run.steps=1"
+    command = f"`lachesis launch {wanted}/config.yaml {changes}` evaluates those weights"
+    first, second = not_evaluated(wanted)
+    assert (first, second.split(",")[0]) == (missing, command)
 
 
 def test_one_launch_a_folder(tmp_path):
