@@ -41,6 +41,86 @@ def test_a_process_may_end_right_after_it_left_its_group():
         assert subprocess.run(command, timeout=150, check=False).returncode == 0
 
 
+LEAVING = """
+import os, signal, subprocess, sys, threading, time
+import numpy as np
+from lachesis_transport.weights import collective
+from lachesis_transport.weights.collective import Group, GroupSpec
+from lachesis_transport.weights.rendezvous import Rendezvous, RendezvousStore
+
+rank, frozen, port = map(int, sys.argv[1:4])
+where = sys.argv[4]
+if rank == 0:
+    rendezvous = Rendezvous("127.0.0.1", epoch=1)
+    port = rendezvous.port
+    print(port, flush=True)
+
+def freeze(*_):
+    print("frozen", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+if rank == frozen and where == "meeting":
+    RendezvousStore.get = RendezvousStore.wait = freeze
+
+def take_part():
+    group = Group(GroupSpec(epoch=1, host="127.0.0.1", port=port, rank=rank, size=2, backend="gloo"), seconds=8)
+    if rank == frozen:
+        freeze()
+    group.broadcast(np.zeros(64 << 20, np.uint8), seconds=3)
+
+if rank == frozen:
+    take_part()
+threading.Thread(target=take_part, daemon=True).start()
+sys.stdin.readline()
+while not collective._calls:
+    time.sleep(0.01)
+print("leaving", flush=True)
+sys.exit(7)
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("leaving", "where"),
+    [(0, "nobody"), (0, "meeting"), (0, "broadcast"), (1, "broadcast"), (1, "nobody"), (0, "killed"), (1, "killed")],
+)
+def test_a_process_may_end_while_its_group_waits_for_a_frozen_rank(leaving: int, where: str) -> None:
+    """`where`: the other rank is not there, or frozen while the ranks meet or in the broadcast, or killed then."""
+
+    def start(rank: int, port: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", LEAVING, str(rank), str(1 - leaving), str(port), where]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        port = 1
+        for rank in (0, 1):
+            if where == "nobody" and rank != leaving:
+                continue
+            processes[rank] = start(rank, port)
+            if rank == 0:
+                assert processes[0].stdout is not None
+                port = int(processes[0].stdout.readline())
+        if where != "nobody":
+            frozen = processes[1 - leaving].stdout
+            assert frozen is not None
+            assert frozen.readline() == b"frozen\n"
+        stdin, stdout = processes[leaving].stdin, processes[leaving].stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(b"\n")
+        stdin.flush()
+        assert stdout.readline() == b"leaving\n"
+        if where == "killed":
+            processes[1 - leaving].kill()
+        processes[leaving].wait(60)
+        assert processes[leaving].returncode == 7
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+
 def spec(*, rank: int = 0, size: int = 1, port: int = 1, backend: str = "gloo") -> GroupSpec:
     return GroupSpec(epoch=3, host="127.0.0.1", port=port, rank=rank, size=size, backend=backend)
 

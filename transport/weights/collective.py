@@ -13,6 +13,7 @@ chooses its interfaces itself.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -30,6 +31,8 @@ import torch.distributed as dist
 from lachesis_transport.messages import MessageError, take
 from lachesis_transport.weights.rendezvous import RendezvousStore
 
+EXIT_SECONDS = 1.0
+"""What a call may take beyond its time when the process ends."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 """Read when a group is built. With it a broadcast that fails or takes too long is aborted and raises where it is waited
 for; without it a thread of torch's ends the whole process then."""
@@ -90,22 +93,34 @@ class Group:
     def __init__(self, spec: GroupSpec, *, seconds: float, device: str = "cpu") -> None:
         self.spec = spec
         self._group: Any = None
+        self._left = False
         self._device = torch.device(device if spec.backend == "nccl" else "cpu")
         self._store = RendezvousStore(spec.host, spec.port, seconds=seconds)
+        with _under_way(self, seconds):
+            self._build(seconds)
+
+    def _build(self, seconds: float) -> None:
+        spec = self.spec
         try:
             keys = dist.PrefixStore(str(spec.epoch), self._store)
             if spec.backend == "nccl":
                 self._group = _build_nccl(keys, spec, seconds=seconds, device=self._device)
             else:
                 self._group = _build_gloo(keys, spec, seconds=seconds)
+            if self._left:
+                raise RuntimeError("this rank has left")
         except (RuntimeError, OSError) as error:  # torch's DistError family; no way to the host
-            self._store.close()
+            self.close()
             raise CollectiveFailed(f"epoch {spec.epoch}: group not built: {_first_line(error)}") from error
 
     def broadcast(self, buffer: np.ndarray, *, seconds: float) -> None:
         """Rank 0's bytes (uint8[n]) into everybody's buffer, within `seconds`. Raises CollectiveFailed."""
         if not len(buffer):
             return
+        with _under_way(self, seconds):
+            self._broadcast(buffer, seconds)
+
+    def _broadcast(self, buffer: np.ndarray, seconds: float) -> None:
         group = self._group
         if group is None:
             raise CollectiveFailed(f"epoch {self.spec.epoch}: this rank has left")
@@ -126,13 +141,45 @@ class Group:
             del work, group
 
     def close(self) -> None:
-        """Leave; peers that still wait for this rank fail at once."""
-        if self._group is None:
-            return
+        """Leave; peers that still wait for this rank fail at once. May be called while another thread is in a call: a
+        group that is being built is given up, a broadcast by gloo ends with its time or a peer's death."""
+        self._left = True
         group, self._group = self._group, None
-        # Connections close with the last reference, here: gloo ends a process in which another thread did this.
-        group.abort()
+        if group is not None:
+            # Connections close with the last reference, here: gloo ends a process in which another thread did this.
+            group.abort()
         self._store.close()
+
+
+_ended = threading.Condition()
+_calls: dict[Group, float] = {}
+"""Which groups are in a call of torch's, and until when at most (monotonic seconds)."""
+
+
+@contextmanager
+def _under_way(group: Group, seconds: float) -> Iterator[None]:
+    with _ended:
+        _calls[group] = time.monotonic() + seconds
+    try:
+        yield
+    finally:
+        with _ended:
+            del _calls[group]
+            _ended.notify_all()
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    """Wait for calls under way, at most as long as they may take: a thread that comes back from one of torch's while
+    the interpreter ends has the process aborted."""
+    with _ended:
+        calls = dict(_calls)
+    for group in calls:
+        group.close()
+    with _ended:
+        _ended.wait_for(
+            lambda: not _calls, max([0.0, *(until + EXIT_SECONDS - time.monotonic() for until in calls.values())])
+        )
 
 
 def interface_toward(host: str) -> str:

@@ -139,6 +139,7 @@ class RendezvousStore(dist.Store):
         super().__init__()
         self._seconds = seconds
         self._number = 0
+        self._closed = False
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -159,8 +160,10 @@ class RendezvousStore(dist.Store):
         self._ask({"keys": list(keys)}, self._seconds if timeout is None else timeout.total_seconds())
 
     def close(self) -> None:
-        """Disconnect."""
-        self._context.destroy(linger=0)
+        """Disconnect; a call in another thread ends, within RESEND_SECONDS."""
+        self._closed = True
+        with self._lock:
+            self._context.destroy(linger=0)
 
     def _ask(self, message: dict[str, Any], seconds: float) -> list[bytes]:
         deadline = time.monotonic() + seconds
@@ -168,8 +171,9 @@ class RendezvousStore(dist.Store):
         with self._lock:
             self._number += 1
             question = pack({"id": self._number, **message})
-            self._socket.send(question)
-            while (left := deadline - time.monotonic()) > 0:
+            if not self._closed:
+                self._socket.send(question)
+            while not self._closed and (left := deadline - time.monotonic()) > 0:
                 if not self._socket.poll(1 + int(1000 * min(left, RESEND_SECONDS))):
                     self._send_again(question)
                     continue
@@ -179,7 +183,9 @@ class RendezvousStore(dist.Store):
                 if "error" in answer:
                     raise dist.DistStoreError(f"rendezvous: {what}: refused: {answer['error']}")
                 return take(answer, "values", list)
-        raise dist.DistStoreError(f"rendezvous: {what}: no answer within {seconds:g} s")
+        raise dist.DistStoreError(
+            f"rendezvous: {what}: {'closed' if self._closed else f'no answer within {seconds:g} s'}"
+        )
 
     def _send_again(self, question: bytes) -> None:
         try:
