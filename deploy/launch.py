@@ -68,14 +68,14 @@ def launch(config_path: str, overrides: Sequence[str] = (), *, resume: bool = Fa
     with locked(folder):
         for line in found.passed_over:
             print(line)
-        got_to = f"which {found.holds}" if found.holds else "which got nowhere yet: it begins with step 1"
-        print(f"going on with {folder}, {got_to}")
         if nothing_left(config, folder):
             print(f"{folder} has finished: all {config.run.steps} steps of run.steps are trained, nothing is left")
             for line in not_evaluated(folder):
                 print(line)
             close_run(folder)  # who ended the launch may have done so before the summary
             return 0
+        got_to = f"which {found.holds}" if found.holds else "which got nowhere yet: it begins with step 1"
+        print(f"going on with {folder}, {got_to}")
         return _run(_prepared_again(config, folder), folder, again)
 
 
