@@ -116,7 +116,8 @@ async def follow_weights(
                 await follower.follow(task_status)
                 return
             except Fenced as error:
-                log.warning("%s; joining again", error)
+                if not link.away:  # else one line says that it is back, and with which version
+                    log.warning("%s; joining again", error)
                 follower.trouble = str(error)
                 await link.join()
             except StreamBroken as error:

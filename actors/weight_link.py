@@ -34,6 +34,9 @@ refusals = RareLog(log)
 ALIVE_SECONDS = 1.0
 RESEND_SECONDS = 0.5
 LOG_EVERY_SECONDS = 30.0
+UNANSWERED = 10
+"""Signs of life in a row, after which the log says that the learner is silent. Not seconds: those pass here, too, while
+this process is frozen."""
 CHUNK_BYTES = 1 << 20
 WINDOW = 4
 """Chunks that are under way at once: the credit of this joiner."""
@@ -89,6 +92,9 @@ class Link:
             "channel": channel,
         }
         self._token: int | None = None
+        self._unanswered = 0
+        self.away = False
+        """Whether the learner fell silent, and no membership began since."""
         self._seconds = 30.0
         self._refused: str | None = None
         self._fenced = False
@@ -106,12 +112,11 @@ class Link:
         """
         self._token, self._fenced, self._invitation, self.news = None, False, None, None
         self._hello["nonce"] = secrets.token_hex(8)
-        said: float | None = None
+        speak = trio.current_time() + RESEND_SECONDS
         while self._token is None:
-            now = trio.current_time()
-            if said is None or now - said > LOG_EVERY_SECONDS:
-                log.info("waiting for the publisher's first version")
-                said = now
+            if trio.current_time() >= speak:
+                log.info("waiting for the learner's first version")
+                speak = trio.current_time() + LOG_EVERY_SECONDS
             with trio.move_on_after(RESEND_SECONDS):
                 await self._socket.send([pack(self._hello)])
                 while self._token is None and self._refused is None:
@@ -193,7 +198,7 @@ class Link:
 
     def _check(self) -> None:
         if self._fenced:
-            raise Fenced("the publisher removed this actor")
+            raise Fenced("the learner came back" if self.away else "the learner removed this actor")
 
     async def _answer(self, number: int) -> tuple[dict[str, Any], memoryview]:
         with trio.move_on_after(self._seconds):
@@ -209,6 +214,7 @@ class Link:
     async def _read(self) -> None:
         while True:
             frames = await self._socket.receive()
+            self._unanswered = 0
             try:
                 self._handle(unpack(frames[0].buffer), frames[1:])
             except MessageError as error:
@@ -222,8 +228,11 @@ class Link:
             self._seconds = take(message, "seconds", float)
             self.news = _news(message)
             self._token = take(message, "token", int)
+            self._greet()
         elif op == "news" and self._token is not None:
             self.news = _news(message)
+            if self.away:
+                self._greet()
             if "collective" in message:
                 self._invitation = _invitation(take(message, "collective", dict))
         elif op == "fenced":
@@ -237,11 +246,24 @@ class Link:
                 self._refused = reason
             refusals.warning("the publisher refused a message: %s", reason)
 
+    def _greet(self) -> None:
+        assert self.news is not None
+        if self.away:
+            log.info("the learner is back: it goes on with version %d", self.news.version)
+        else:
+            log.info("joined the learner at version %d", self.news.version)
+        self.away = False
+
     async def _stay_alive(self) -> None:
         while True:
             await trio.sleep(ALIVE_SECONDS)
-            if self._token is not None and not self._fenced:
-                self._socket.send_nowait([pack({"op": "alive", "token": self._token})])
+            if self._token is None or self._fenced:
+                continue
+            self._socket.send_nowait([pack({"op": "alive", "token": self._token})])
+            self._unanswered += 1
+            if self._unanswered == UNANSWERED + 1 and self.news is not None:
+                self.away = True
+                log.warning("the learner has been silent for %d s, after version %d", UNANSWERED, self.news.version)
 
 
 def _news(message: dict[str, Any]) -> News:

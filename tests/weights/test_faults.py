@@ -99,7 +99,7 @@ async def strike_one(tmp_path: Path, fault: str, channel: str) -> None:
         await until(lambda: version + 1 in activated(back) and len(publisher.members) == 2, seconds=60)
         assert activated(back)[version + 1] == after.checksum
         if fault == "SIGSTOP":
-            assert [e["reason"] for e in back.of("healed")] == ["the publisher removed this actor"]
+            assert [e["reason"] for e in back.of("healed")] == ["the learner removed this actor"]
 
         learner.step()
         again = await publisher.publish(version=version + 2, parent=version + 1, blobs=learner.blobs())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fleet import Member, free, joined, serving, until
 from model import Learner, write_model
 
+from lachesis_actors import weight_link
 from lachesis_learner.publisher import Publisher
 from lachesis_transport.weights.codec import CodecError
 
@@ -150,7 +152,11 @@ async def test_an_anchor_after_a_resume_replaces_what_members_hold(tmp_path: Pat
 
 
 @pytest.mark.trio
-async def test_a_publisher_that_comes_back_finds_its_members_again(tmp_path: Path) -> None:
+async def test_a_publisher_that_comes_back_finds_its_members_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weight_link, "UNANSWERED", 1)
+    caplog.set_level(logging.INFO, "lachesis.weights")
     learner = Learner(write_model(tmp_path), ranks=1)
     async with trio.open_nursery() as nursery:
         async with serving(learner) as publisher:
@@ -161,6 +167,7 @@ async def test_a_publisher_that_comes_back_finds_its_members_again(tmp_path: Pat
         resumed = Learner(learner.tensors, ranks=2)
         resumed.step()
         await until(lambda: free(address))
+        await until(lambda: "the learner has been silent" in caplog.text)
         publisher = Publisher(address=address, layout=resumed.layout, channel="collective", deadline_seconds=10.0)
         await nursery.start(publisher.serve)
         await publisher.publish(version=7, parent=None, blobs=resumed.blobs(anchor=True))
@@ -170,6 +177,12 @@ async def test_a_publisher_that_comes_back_finds_its_members_again(tmp_path: Pat
         report = await publisher.publish(version=8, parent=7, blobs=resumed.blobs())
         assert report.members == ("a",)
         assert report.channel == "collective"
+        said = [record.getMessage() for record in caplog.records if "the learner" in record.getMessage()]
+        assert said[0] == "joined the learner at version 0"
+        assert said[1:] == [
+            "the learner has been silent for 1 s, after version 0",
+            "the learner is back: it goes on with version 7",
+        ]
         nursery.cancel_scope.cancel()
         member.engine.stop()
 
