@@ -166,6 +166,8 @@ def engine_environment(
     env["VLLM_SERVER_DEV_MODE"] = "1"
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["HF_HUB_OFFLINE"] = "1"
+    # Its workers meet on this node: none shall listen where the node's name leads.
+    env["VLLM_HOST_IP"] = "127.0.0.1"
     # Longer than the client keeps an idle connection, so that no request meets one that vLLM is about to close.
     env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"
     if cpu:
@@ -173,6 +175,7 @@ def engine_environment(
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # A thread that spins at a barrier takes the core from a learner on the same node.
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        env["GLOO_SOCKET_IFNAME"] = "lo"
         # Eager mode still compiles pieces of the sampler, which costs the first request a quarter of a minute.
         env["TORCH_COMPILE_DISABLE"] = "1"
         cores = len(parse_cores(config.cores)) if config.cores else len(os.sched_getaffinity(0))

@@ -89,6 +89,8 @@ def test_the_environment_on_a_cpu():
     assert plain["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert plain["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert plain["VLLM_SERVER_DEV_MODE"] == "1"
+    assert plain["VLLM_HOST_IP"] == "127.0.0.1"
+    assert plain["GLOO_SOCKET_IFNAME"] == "lo"
     assert plain["PATH"] == "p"
     assert "OMP_NUM_THREADS" not in plain
     assert env(cores="0-1")["OMP_NUM_THREADS"] == "2"
