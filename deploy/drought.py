@@ -7,8 +7,9 @@ from typing import Any
 
 from lachesis_deploy.records import Record, number
 
-LEAST_GROUPS = 16
-"""Groups that end one after another without one to train on before that is worth a line."""
+LEAST_GROUPS, LEAST_SECONDS = 16, 30.0
+"""Groups that end one after another without one to train on, and the time that this takes, before it is worth a line: a
+policy that has nearly learned its task makes a few dozen of them now and then."""
 REMIND_SECONDS = 60.0
 """Time between two lines at least."""
 
@@ -46,7 +47,7 @@ class Drought:
             self._accepted, self._before, self._since, self.text = accepted, voided, now, None
             return None
         lost = {reason: n for reason, count in voided.items() if (n := count - self._before.get(reason, 0)) > 0}
-        if sum(lost.values()) < self.groups:
+        if sum(lost.values()) < self.groups or now - self._since < LEAST_SECONDS:
             return None
         counts = ", ".join(f"{n} {_WORDS.get(reason, f'ended as {reason}')}" for reason, n in lost.items())
         since = time.strftime("%H:%M:%S", time.localtime(self._since))

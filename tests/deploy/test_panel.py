@@ -78,7 +78,9 @@ async def test_plain_lines_when_stdout_is_no_terminal(tmp_path, capsys, autojump
 
 
 @pytest.mark.trio
-async def test_groups_without_anything_to_train_on_are_told_of(tmp_path, capsys, autojump_clock):
+async def test_groups_without_anything_to_train_on_are_told_of(tmp_path, capsys, autojump_clock, monkeypatch):
+    monkeypatch.setattr("lachesis_deploy.drought.LEAST_SECONDS", 0.0)
+
     def write(voided):
         (tmp_path / "queue.json").write_text(json.dumps({"groups_accepted": 0, "tickets_voided": voided}))
 
@@ -131,8 +133,8 @@ def test_the_panel_shows_values_and_the_last_line_of_every_log(tmp_path):
     progress = Progress(steps=40, staleness_bound=2, batch_groups=8)
     progress.step(record(10))
     progress.queue = {"ready": 3, "live_tickets": 20}
-    for count in (0, 16):
-        progress.drought.look({"groups_accepted": 0, "tickets_voided": {"no_variance": count}}, now=0.0)
+    for now, count in ((0.0, 0), (60.0, 16)):
+        progress.drought.look({"groups_accepted": 0, "tickets_voided": {"no_variance": count}}, now=now)
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(_panel(progress, Config(), tmp_path, 61.0))
     text = console.export_text()
