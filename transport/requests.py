@@ -18,6 +18,7 @@ from lachesis_configs.schema import Config
 from lachesis_transport.decisions import Fenced, Finished, NameTaken, NotJoined, PutResult, ReplayError, Wait
 from lachesis_transport.messages import MAX_TRAJECTORIES, Group, MessageError, Scores, take
 from lachesis_transport.presence import Role
+from lachesis_transport.rare_log import RareLog
 from lachesis_transport.replay import Replay
 from lachesis_transport.store import Event, Refused
 
@@ -48,6 +49,7 @@ class Requests:
         self._process = uuid4().hex
         self._kept: list[int] = []
         self._waiting: Counter[str] = Counter()
+        self._refused_reports = RareLog(log)
         self._operations: dict[tuple[str, str], Callable[[Peer, dict[str, Any], float], Reply]] = {
             ("actor", "ticket"): self._ticket,
             ("actor", "void"): self._void,
@@ -142,7 +144,7 @@ class Requests:
         ]
         if len(events) < len(reports):
             self._replay.count("reports_refused", len(reports) - len(events))
-            log.warning(
+            self._refused_reports.warning(
                 "%s: %d of %d reports are no maps with a kind, or beyond %d",
                 peer.name,
                 len(reports) - len(events),
