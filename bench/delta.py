@@ -32,7 +32,7 @@ RECORDING = Path(__file__).parent / "data" / "deltas.msgpack.zst"
 MODEL = "smollm2-135m-instruct"
 """Whose steps these are; the bits before them are its own."""
 
-AMOUNT: dict[Length, tuple[int, int]] = {"short": (6, 3), "normal": (30, 5), "long": (30, 15)}
+AMOUNT: dict[Length, tuple[int, int]] = {"short": (6, 9), "normal": (30, 9), "long": (30, 15)}
 """Layers, and runs of each timing."""
 
 

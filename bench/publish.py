@@ -14,6 +14,7 @@ part of one member's machine is measured with one member. What an activation cos
 from __future__ import annotations
 
 import gc
+import logging
 import statistics
 import sys
 import tempfile
@@ -80,6 +81,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int]] = {
 def run(length: Length) -> list[Figure]:
     """publish.bytes_lr1e-6, publish.unchanged_lr1e-6, and publish.diff, encode, transfer, decode, verify, activate and
     whole."""
+    logging.getLogger("lachesis.publisher").setLevel(logging.WARNING)  # who joins is no news here
     figures = trained_bytes("1e-6", TRAINED_STEPS[length])
     for size, cases, runs in CASES[length]:
         if fit := fitting(size, cases):
