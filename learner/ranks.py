@@ -12,15 +12,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from lachesis_configs import schema
@@ -43,7 +40,8 @@ COLLECTIVE_SECONDS = 1800.0
 """Deadline of one collective. Long: a rank may be compiling or syncing a checkpoint. A dead peer is noticed at once."""
 
 _MEETING = "LACHESIS_RANKS"
-"""Environment variable of a child: the file by which the ranks find each other."""
+"""Environment variable of a child: the file by which the ranks find each other. It is in rank 0's memory, and goes with
+rank 0."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -93,16 +91,15 @@ class Ranks:
     control: dist.ProcessGroup
     """gloo group of all ranks for commands, sums and blobs."""
 
-    def __init__(self, meeting: Path, *, device: Device, rank: int, size: int, children: list[_Child]) -> None:
+    def __init__(self, meeting: str, *, device: Device, rank: int, size: int, children: list[_Child]) -> None:
         import torch.distributed as dist
 
-        self.device, self.rank, self.size = device, rank, size
-        self._meeting, self._children = meeting, children
+        self.device, self.rank, self.size, self._children = device, rank, size, children
         timeout = timedelta(seconds=COLLECTIVE_SECONDS)
         backend = "nccl" if device == "cuda" else "gloo"
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else it listens where the node's name leads
         # Not a TCPStore: it listens on all of the node's addresses, and anybody may write there.
-        store = dist.FileStore(str(meeting), size)
+        store = dist.FileStore(meeting, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         assert group is not None
@@ -112,8 +109,8 @@ class Ranks:
     @classmethod
     def lead(cls, *, device: Device, size: int, command: Sequence[str]) -> Ranks:
         """Rank 0: start the other `size` - 1 as `command` with `--rank R` behind it, and meet them."""
-        meeting = Path(tempfile.mkdtemp(prefix="lachesis-ranks-")) / "meeting"
-        os.environ[_MEETING] = str(meeting)
+        meeting = f"/proc/{os.getpid()}/fd/{os.memfd_create('lachesis-ranks')}"
+        os.environ[_MEETING] = meeting
         children = [_Child(command, rank=rank) for rank in range(1, size)]
         return cls(meeting, device=device, rank=0, size=size, children=children)
 
@@ -123,7 +120,7 @@ class Ranks:
         meeting = os.environ.get(_MEETING)
         if meeting is None or not 0 < rank < size:
             raise ValueError(f"--rank: value {rank}, expected to be started by rank 0 of {size} ranks")
-        return cls(Path(meeting), device=device, rank=rank, size=size, children=[])
+        return cls(meeting, device=device, rank=rank, size=size, children=[])
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         """Rank 0: tell the others what all do next. Raises RankDied."""
@@ -213,8 +210,6 @@ class Ranks:
             child.close(kill=failed)
         if not failed:
             dist.destroy_process_group()
-        if not self.rank:
-            shutil.rmtree(self._meeting.parent, ignore_errors=True)
 
 
 class _Child:
